@@ -1,0 +1,40 @@
+# Every target makes its own environment: `make run` and `make test` are all that a fresh clone needs.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+ARGS ?=
+
+.PHONY: run test lint bench wheel clean
+
+run: $(VENV)/.run
+	$(PY) example.py $(ARGS)
+
+test: $(VENV)/.test
+	$(PY) -m pytest $(ARGS)
+
+lint: $(VENV)/.test
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+bench: $(VENV)/.run
+	$(PY) bench.py $(ARGS)
+
+wheel: $(VENV)/.run
+	$(PY) -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+# The stamps remember what was installed, so that a second call costs nothing.
+$(VENV)/.venv:
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/.run: pyproject.toml $(VENV)/.venv
+	$(PY) -m pip install --quiet --disable-pip-version-check -e .
+	touch $@
+
+$(VENV)/.test: pyproject.toml $(VENV)/.venv
+	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[test]'
+	touch $@ $(VENV)/.run
+
+clean:
+	rm -rf $(VENV) dist build *.egg-info

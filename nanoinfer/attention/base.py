@@ -1,0 +1,105 @@
+"""What the model and an attention backend exchange: `ForwardBatch`, `KVCache` and the `AttentionBackend` interface.
+
+The runner builds a `ForwardBatch` per step and passes it, with the `KVCache`, down to the attention layers as plain
+arguments. A backend's `plan` runs once per step; all layers use its result.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from nanoinfer.config import ModelConfig
+
+
+@dataclass
+class ForwardBatch:
+    """One step's tokens: those of sequence i are query_start_loc[i] to query_start_loc[i + 1] - 1.
+
+    input_ids, positions: [num_tokens], int64.
+    query_start_loc: [num_seqs + 1] int32, on the CPU; seq_lens: [num_seqs] int32, on the CPU: tokens with keys and
+        values when the step is done, the query tokens included.
+    block_tables: [num_seqs, max_blocks] int32; entries beyond a sequence's blocks are meaningless.
+    slot_mapping: [num_tokens] int64: block * block_size + offset of each token's key and value.
+    logits_indices: [num_sampled] int64: the tokens whose logits are wanted.
+    plan: what the backend prepared for this step.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_tables: torch.Tensor
+    slot_mapping: torch.Tensor
+    logits_indices: torch.Tensor
+    max_query_len: int
+    max_seq_len: int
+    plan: object = None
+
+    @property
+    def is_decode_only(self) -> bool:
+        return self.max_query_len == 1
+
+
+class KVCache:
+    """The pool of keys and values of all layers of one rank.
+
+    data: [2, num_layers, num_blocks, block_size, num_kv_heads, head_dim]; `layer(i)` gives that layer's (keys, values).
+    """
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data
+
+    @property
+    def num_blocks(self) -> int:
+        return self.data.shape[2]
+
+    @property
+    def block_size(self) -> int:
+        return self.data.shape[3]
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.data[0, index], self.data[1, index]
+
+
+class AttentionBackend(ABC):
+    """One way to compute attention. Made once per rank; `num_heads` and `num_kv_heads` are the rank's own."""
+
+    name: str
+    default_block_size: int
+    supports_cuda_graph: bool = False
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.scale = head_dim**-0.5
+
+    @classmethod
+    @abstractmethod
+    def rejects(cls, model_config: ModelConfig, device: str) -> str | None:
+        """Why this backend can't run the model on that kind of device, or None if it can."""
+
+    def bytes_per_block(self, num_layers: int, block_size: int, dtype: torch.dtype) -> int:
+        """Keys and values of all layers, in bytes."""
+        return 2 * num_layers * block_size * self.num_kv_heads * self.head_dim * dtype.itemsize
+
+    def allocate(self, num_layers: int, num_blocks: int, block_size: int, dtype: torch.dtype, device: str) -> KVCache:
+        shape = (2, num_layers, num_blocks, block_size, self.num_kv_heads, self.head_dim)
+        return KVCache(torch.empty(shape, dtype=dtype, device=device))
+
+    @abstractmethod
+    def plan(self, batch: ForwardBatch, block_size: int) -> object:
+        """What depends on the batch but not on the layer. The runner puts it in `batch.plan`."""
+
+    @abstractmethod
+    def store(
+        self, k: torch.Tensor, v: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], batch: ForwardBatch
+    ) -> None:
+        """Writes this step's keys and values, [num_tokens, num_kv_heads, head_dim], to their slots."""
+
+    @abstractmethod
+    def attend(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], batch: ForwardBatch) -> torch.Tensor:
+        """Causal attention of q, [num_tokens, num_heads, head_dim], over stored keys and values; same shape back."""

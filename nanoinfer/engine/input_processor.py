@@ -1,0 +1,183 @@
+"""`InputProcessor`: what users pass to `generate` into checked `Sequence`s.
+
+Everything about a call is checked before any of it is scheduled, so that a bad prompt harms no other request. Errors
+are ValueErrors that name the prompt's index, what was given and what is allowed.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Number
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+
+from nanoinfer.engine import sequence
+from nanoinfer.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# One prompt: text, token ids, or vLLM's dicts {"prompt": text} and {"prompt_token_ids": ids}.
+Prompt = str | Sequence[int] | np.ndarray | Mapping[str, Any]
+_PROMPT_KEYS = {"prompt", "prompt_token_ids"}
+
+
+@dataclass(frozen=True)
+class ProcessedPrompt:
+    text: str | None
+    token_ids: list[int]
+
+
+def as_prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+    """One prompt alone, or several: a list of numbers is one prompt."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if isinstance(prompts, np.ndarray):
+        return [prompts] if prompts.ndim == 1 else list(prompts)
+    items = list(prompts)
+    if items and all(isinstance(item, (Number, np.generic)) for item in items):
+        return [items]  # type: ignore[list-item]
+    return items  # type: ignore[return-value]
+
+
+class InputProcessor:
+    """max_model_len: of prompt plus output. default_params: for requests that bring none. seed: the engine's."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: Iterable[int],
+        default_params: SamplingParams,
+        seed: int,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.default_params = default_params
+        self.seed = seed
+        self._num_sequences = 0
+
+    def process(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[tuple[ProcessedPrompt, sequence.Sequence]]:
+        """Checks a whole call. Raises ValueError; nothing has happened then."""
+        prompt_list = as_prompt_list(prompts)
+        params_list = self._match_params(params, len(prompt_list))
+        processed = [self._prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompt_list)]
+        for i, one in enumerate(params_list):
+            self._check_params(one, f"params[{i}]" if isinstance(params, Sequence) else "params")
+        return [(prompt, self._sequence(prompt, one)) for prompt, one in zip(processed, params_list, strict=True)]
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **template_options: Any) -> list[int]:
+        """A conversation through the checkpoint's chat template, up to where the assistant answers, as token ids."""
+        if self.tokenizer is None:
+            raise ValueError("chat needs the checkpoint's tokenizer, and this checkpoint has none")
+        if not self.tokenizer.chat_template:
+            raise ValueError("chat needs a chat template, and this checkpoint's tokenizer has none; use generate")
+        text = self.tokenizer.apply_chat_template(
+            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True, **template_options
+        )
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _match_params(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    ) -> list[SamplingParams]:
+        if params is None:
+            params = self.default_params
+        if isinstance(params, SamplingParams):
+            return [params] * num_prompts
+        params = list(params)
+        if len(params) != num_prompts:
+            raise ValueError(f"{num_prompts} prompts, but {len(params)} params; give one, or one per prompt")
+        for i, one in enumerate(params):
+            if not isinstance(one, SamplingParams):
+                raise ValueError(f"params[{i}] is {one!r}; it must be SamplingParams")
+        return params
+
+    def _prompt(self, prompt: Prompt, where: str) -> ProcessedPrompt:
+        text: Any = None
+        ids: Any = prompt
+        if isinstance(prompt, Mapping):
+            if surplus := sorted(set(prompt) - _PROMPT_KEYS):
+                raise ValueError(f"{where} has the keys {surplus}; allowed are {sorted(_PROMPT_KEYS)}")
+            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            if text is None and ids is None:
+                raise ValueError(f"{where} is {dict(prompt)!r}; it needs 'prompt' or 'prompt_token_ids'")
+        elif isinstance(prompt, str):
+            text, ids = prompt, None
+        if text is not None and not isinstance(text, str):
+            raise ValueError(f"{where}: 'prompt' is {text!r}; it must be a string")
+        token_ids = self._tokenize(text, where) if ids is None else self._check_ids(ids, where)
+        if not token_ids:
+            raise ValueError(f"{where} is empty; a prompt needs at least one token")
+        limit = self.max_model_len - 1
+        if len(token_ids) > limit:
+            raise ValueError(
+                f"{where} has {len(token_ids)} tokens; at most {limit} are allowed (max_model_len "
+                f"{self.max_model_len} less one for the output)"
+            )
+        return ProcessedPrompt(text, token_ids)
+
+    def _tokenize(self, text: str | None, where: str) -> list[int]:
+        if self.tokenizer is None:
+            raise ValueError(f"{where} is text, but this checkpoint has no tokenizer; pass token ids")
+        return self._check_ids(self.tokenizer(text)["input_ids"], where)
+
+    def _check_ids(self, ids: Any, where: str) -> list[int]:
+        """A new list of plain ints, all of them in the vocabulary."""
+        if isinstance(ids, np.ndarray):
+            if ids.ndim != 1:
+                raise ValueError(f"{where} is an array of shape {ids.shape}; token ids form one dimension")
+            ids = list(ids)
+        if isinstance(ids, str) or not isinstance(ids, Iterable):
+            raise ValueError(f"{where} is {ids!r}; a prompt is a string, a list of token ids or a dict")
+        token_ids = []
+        for token_id in ids:
+            if type(token_id) is not int:
+                token_id = _as_int(token_id, where)
+            if not 0 <= token_id < self.vocab_size:
+                raise ValueError(f"{where} contains the id {token_id}; the vocabulary is 0 to {self.vocab_size - 1}")
+            token_ids.append(token_id)
+        return token_ids
+
+    def _check_params(self, params: SamplingParams, where: str) -> None:
+        for token_id in params.stop_token_ids:
+            if token_id >= self.vocab_size:
+                raise ValueError(
+                    f"{where}: stop_token_ids contains {token_id}; the vocabulary is 0 to {self.vocab_size - 1}"
+                )
+        if params.stop and self.tokenizer is None:
+            raise ValueError(f"{where}: stop strings need a tokenizer, and this checkpoint has none")
+
+    def _sequence(self, prompt: ProcessedPrompt, params: SamplingParams) -> sequence.Sequence:
+        seq_id = self._num_sequences
+        self._num_sequences += 1
+        seed = params.seed
+        if seed is None:
+            seed = xxhash.xxh3_64_intdigest(seq_id.to_bytes(8, "little"), seed=self.seed % 2**64)
+        return sequence.Sequence(
+            seq_id=seq_id,
+            token_ids=prompt.token_ids,
+            params=params,
+            seed=seed % 2**64,
+            max_tokens=min(params.max_tokens, self.max_model_len - len(prompt.token_ids)),
+            eos_token_ids=self.eos_token_ids,
+        )
+
+
+def _as_int(value: Any, where: str) -> int:
+    if not isinstance(value, (bool, np.bool_)):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    raise ValueError(f"{where} contains {value!r} ({type(value).__name__}); token ids are integers")

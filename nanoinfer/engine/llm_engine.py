@@ -1,0 +1,197 @@
+"""`LLMEngine`: requests in, one step at a time, finished requests out. Ties together everything in this room.
+
+    request = engine.add(prompt, params)
+    while engine.has_unfinished: finished = engine.step()
+
+A step that raises, or is interrupted by Ctrl-C at any point, leaves the engine usable: `step` puts the scheduler back
+into a state that is consistent by construction and raises on.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from nanoinfer.config import EngineConfig, ModelConfig, SchedulerConfig, token_id_list
+from nanoinfer.engine import sequence
+from nanoinfer.engine.checkpoint import find_checkpoint, load_generation_config, load_tokenizer
+from nanoinfer.engine.detokenizer import TokenTable
+from nanoinfer.engine.input_processor import InputProcessor, ProcessedPrompt, Prompt
+from nanoinfer.engine.output_processor import OutputProcessor, Request
+from nanoinfer.engine.scheduler import Scheduler
+from nanoinfer.engine.sequence import FinishReason
+from nanoinfer.executor.base import Executor
+from nanoinfer.executor.uniproc import UniprocExecutor
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.step import KVCacheCapacity, SchedulerOutput, StepResult, StepStats
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+
+class LLMEngine:
+    """on_step: called after every step with what it did; for progress bars and benchmarks."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        model_dir = find_checkpoint(config.model, config.revision, weights=config.load_format != "dummy")
+        self.model_config = ModelConfig.from_directory(model_dir)
+        self.tokenizer = load_tokenizer(model_dir)
+        generation_config = load_generation_config(model_dir)
+        self.seed = secrets.randbits(63) if config.seed is None else config.seed
+        if config.seed is None:
+            logger.info("seed is %d (pass seed= to repeat a run)", self.seed)
+        _check_length(config, self.model_config)
+
+        self.executor: Executor = _make_executor(config, self.model_config, model_dir, self.seed)
+        self.capacity: KVCacheCapacity = self.executor.capacity()
+        limits = _scheduler_config(config, self.model_config, self.capacity)
+        self.executor.allocate(limits)
+        self.scheduler = Scheduler(limits)
+        self.input_processor = InputProcessor(
+            tokenizer=self.tokenizer,
+            vocab_size=self.model_config.vocab_size,
+            max_model_len=limits.max_model_len,
+            eos_token_ids=_eos_token_ids(self.model_config, generation_config, self.tokenizer),
+            default_params=SamplingParams.from_generation_config(generation_config),
+            seed=self.seed,
+        )
+        self.output_processor = OutputProcessor(TokenTable(self.tokenizer) if self.tokenizer is not None else None)
+        self.on_step: Callable[[StepStats], None] | None = None
+        self._num_requests = 0
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self.scheduler.has_unfinished
+
+    def add_requests(
+        self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Request]:
+        """Queues a call's prompts, all or (on ValueError) none."""
+        return [self._add(prompt, seq) for prompt, seq in self.input_processor.process(prompts, params)]
+
+    def _add(self, prompt: ProcessedPrompt, seq: sequence.Sequence) -> Request:
+        request = self.output_processor.add(str(self._num_requests), prompt.text, seq)
+        self._num_requests += 1
+        self.scheduler.add(seq)
+        return request
+
+    def abort(self, requests: Iterable[Request]) -> None:
+        """Ends requests that are not finished, with finish_reason "abort", and frees their blocks."""
+        for request in requests:
+            self.output_processor.requests.pop(request.seq.seq_id, None)
+            self.scheduler.abort(request.seq)
+
+    def step(self) -> list[Request]:
+        """Runs one step. Returns the requests that it finished."""
+        start = perf_counter()
+        try:
+            num_preemptions = self.scheduler.num_preemptions
+            plan = self.scheduler.schedule()
+            observe = self._observation(plan, num_preemptions) if self.on_step else None
+            execute_start = perf_counter()
+            is_empty = not (plan.num_scheduled_tokens or plan.dropped or plan.forget_all)
+            result = StepResult() if is_empty else self.executor.submit(plan).result()
+            execute_seconds = perf_counter() - execute_start
+            finished = self._process(self.scheduler.update(plan, result))
+        except BaseException:
+            self.scheduler.recover()
+            raise
+        if self.on_step and observe:
+            self.on_step(observe(perf_counter() - start, execute_seconds))
+        return finished
+
+    def _process(self, changed: list[sequence.Sequence]) -> list[Request]:
+        finished, stopped = self.output_processor.process(changed)
+        for seq, stop in stopped:
+            self.scheduler.finish(seq, FinishReason.STOP, stop)
+        return finished
+
+    def _observation(self, plan: SchedulerOutput, preemptions_before: int) -> Callable[[float, float], StepStats]:
+        """What a plan will do, as StepStats that wait for its times. Before `update`, which moves the sequences on."""
+        num_decode = num_sampled = num_context = num_pairs = 0
+        for seq_id, num_tokens in plan.num_scheduled_tokens.items():
+            seq = self.scheduler.sequences[seq_id]
+            stop = seq.num_computed_tokens + num_tokens
+            num_context += stop
+            num_sampled += stop == seq.num_tokens
+            if num_tokens == 1 and stop > seq.num_prompt_tokens:
+                num_decode += 1
+            else:
+                num_pairs += num_tokens * (seq.num_computed_tokens + stop + 1) // 2
+        num_preemptions = self.scheduler.num_preemptions - preemptions_before
+        num_running, num_waiting = len(self.scheduler.running), len(self.scheduler.waiting)
+
+        def stats(seconds: float, execute_seconds: float) -> StepStats:
+            return StepStats(
+                num_prefill_tokens=plan.num_tokens - num_decode,
+                num_decode_tokens=num_decode,
+                num_sampled=num_sampled,
+                num_context_tokens=num_context,
+                num_attention_pairs=num_pairs,
+                num_running=num_running,
+                num_waiting=num_waiting,
+                num_preemptions=num_preemptions,
+                seconds=seconds,
+                execute_seconds=execute_seconds,
+            )
+
+        return stats
+
+    def close(self) -> None:
+        self.executor.close()
+
+
+def _make_executor(config: EngineConfig, model_config: ModelConfig, model_dir: Path, seed: int) -> Executor:
+    if config.tensor_parallel_size != 1:
+        raise ValueError(
+            f"tensor_parallel_size is {config.tensor_parallel_size}; this version runs one rank (the layers are "
+            "sharded, the rank processes are not there yet)"
+        )
+    return UniprocExecutor(config, model_config, model_dir, seed)
+
+
+def _check_length(config: EngineConfig, model_config: ModelConfig) -> None:
+    if config.max_model_len is not None and config.max_model_len > model_config.max_model_len:
+        raise ValueError(
+            f"max_model_len is {config.max_model_len}; the model's positions reach {model_config.max_model_len} "
+            "(config.json: max_position_embeddings, extended by yarn where that is set)"
+        )
+
+
+def _scheduler_config(config: EngineConfig, model_config: ModelConfig, capacity: KVCacheCapacity) -> SchedulerConfig:
+    max_model_len = config.max_model_len or model_config.max_model_len
+    num_slots = capacity.num_blocks * capacity.block_size
+    if num_slots < 2:
+        raise ValueError("the KV pool holds one token; the shortest request needs two")
+    if max_model_len > num_slots:
+        logger.warning(
+            "max_model_len is lowered from %d to %d, which is what the KV pool holds (%d blocks of %d tokens, %d bytes "
+            "each); cpu_kvcache_gib or num_kvcache_blocks make it larger",
+            max_model_len, num_slots, capacity.num_blocks, capacity.block_size, capacity.bytes_per_block,
+        )  # fmt: skip
+        max_model_len = num_slots
+    return SchedulerConfig(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=capacity.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        num_blocks=capacity.num_blocks,
+        block_size=capacity.block_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+
+
+def _eos_token_ids(
+    model_config: ModelConfig, generation_config: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None
+) -> set[int]:
+    """Each of the three sources has been found to lack one that another has."""
+    ids = {*model_config.eos_token_ids, *token_id_list(generation_config.get("eos_token_id"))}
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return ids

@@ -1,0 +1,100 @@
+"""`Sequence`: one request as the scheduler sees it. Created by the input processor, owned by the scheduler.
+
+A sequence has no prefill or decode phase: it has tokens, of which the first `num_computed_tokens` have their keys and
+values in the KV pool and `num_inflight_tokens` more are being computed by a step that has not come back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from nanoinfer.engine.block_manager import CachedPrefix
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.step import TokenLogprobs
+
+
+class SequenceStatus(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class FinishReason(str, Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One request.
+
+    stop_token_ids: every id that ends it, the model's end-of-sequence ids included unless they are ignored.
+    max_tokens: the request's, capped so that prompt and output fit `max_model_len`.
+    cache_key: opaque; sequences share cached blocks only under equal keys.
+    prefix: the chain of full blocks of this sequence that the prefix index knows.
+    """
+
+    seq_id: int
+    token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    max_tokens: int
+    eos_token_ids: frozenset[int] = frozenset()
+    cache_key: bytes = b""
+
+    num_prompt_tokens: int = field(init=False)
+    status: SequenceStatus = SequenceStatus.WAITING
+    block_table: list[int] = field(default_factory=list)
+    prefix: CachedPrefix = field(default_factory=CachedPrefix)
+    num_computed_tokens: int = 0
+    num_inflight_tokens: int = 0
+    # Prompt tokens found in the prefix cache at first admission; None before it.
+    num_cached_tokens: int | None = None
+    num_preemptions: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        ids = set(self.params.stop_token_ids)
+        if not self.params.ignore_eos:
+            ids |= self.eos_token_ids
+        return tuple(sorted(ids))
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is SequenceStatus.FINISHED
+
+    def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        self.status = SequenceStatus.FINISHED
+        self.finish_reason = reason
+        self.stop_reason = stop_reason
+
+    def check_stop(self) -> None:
+        """Finishes the sequence if its newest token ends it. Stop strings are the output processor's business."""
+        token_id = self.token_ids[-1]
+        if self.num_output_tokens >= self.params.min_tokens:
+            if token_id in self.eos_token_ids and not self.params.ignore_eos:
+                return self.finish(FinishReason.STOP)
+            if token_id in self.params.stop_token_ids:
+                return self.finish(FinishReason.STOP, token_id)
+        if self.num_output_tokens >= self.max_tokens:
+            self.finish(FinishReason.LENGTH)

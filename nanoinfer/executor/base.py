@@ -1,0 +1,39 @@
+"""`Executor`: the engine's view of its ranks, however many there are and wherever they run.
+
+executor = Executor(...)             ranks load their weights
+capacity = executor.capacity()       what they can all offer
+executor.allocate(limits)            the pool, in the size that was decided on
+handle = executor.submit(plan)       per step; handle.result() waits for it
+executor.close()
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from nanoinfer.config import SchedulerConfig
+from nanoinfer.step import KVCacheCapacity, SchedulerOutput, StepResult
+
+
+class StepHandle(ABC):
+    @abstractmethod
+    def result(self) -> StepResult:
+        """Waits for the step and returns what it sampled; raises what went wrong in it."""
+
+
+class Executor(ABC):
+    @abstractmethod
+    def capacity(self) -> KVCacheCapacity:
+        """The least of what the ranks report."""
+
+    @abstractmethod
+    def allocate(self, limits: SchedulerConfig) -> None:
+        """Allocates KV pools and rows on all ranks."""
+
+    @abstractmethod
+    def submit(self, plan: SchedulerOutput) -> StepHandle:
+        """Starts a step. Steps run in the order of submission."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Frees what the ranks hold. Idempotent."""

@@ -1,0 +1,49 @@
+"""One rank, in the engine's own process. A step runs when it is submitted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nanoinfer.config import EngineConfig, ModelConfig, SchedulerConfig
+from nanoinfer.executor.base import Executor, StepHandle
+from nanoinfer.step import KVCacheCapacity, SchedulerOutput, StepResult
+
+if TYPE_CHECKING:
+    from nanoinfer.worker.model_runner import ModelRunner
+
+
+@dataclass(frozen=True)
+class _Done(StepHandle):
+    value: StepResult
+
+    def result(self) -> StepResult:
+        return self.value
+
+
+class UniprocExecutor(Executor):
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, model_dir: Path, seed: int) -> None:
+        # Here and not above: the engine's room must load without torch.
+        from nanoinfer.distributed.group import ParallelGroups
+        from nanoinfer.worker.model_runner import ModelRunner
+
+        self._runner: ModelRunner | None = ModelRunner(config, model_config, model_dir, seed, ParallelGroups.single())
+
+    @property
+    def runner(self) -> ModelRunner:
+        if self._runner is None:
+            raise RuntimeError("the engine is closed")
+        return self._runner
+
+    def capacity(self) -> KVCacheCapacity:
+        return self.runner.capacity()
+
+    def allocate(self, limits: SchedulerConfig) -> None:
+        self.runner.allocate(limits)
+
+    def submit(self, plan: SchedulerOutput) -> StepHandle:
+        return _Done(self.runner.step(plan))
+
+    def close(self) -> None:
+        self._runner = None

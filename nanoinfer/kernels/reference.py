@@ -1,0 +1,76 @@
+"""The plain torch form of every kernel: what the layers run where no faster one exists, and the oracle in tests.
+
+Shapes in comments; T is the number of tokens in the batch. Half-precision inputs are computed in the same places in
+float32 as transformers does, so that both round alike.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm (Zhang and Sennrich, 2019) over the last dimension. x: [..., size], weight: [size]."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rms_norm(x + residual), x + residual): the end of one residual branch and the start of the next."""
+    residual = x + residual
+    return rms_norm(residual, weight, eps), residual
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """SwiGLU's gate. x: [..., 2 * size] with the gate's half first; returns [..., size]."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding (Su et al., 2021), half-split. x: [T, num_heads, head_dim], cos and sin: [T, head_dim / 2]."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def store_kv(cache: torch.Tensor, values: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Writes values [T, num_kv_heads, head_dim] to slots [T] of cache [blocks, block_size, num_kv_heads, head_dim]."""
+    cache.flatten(0, 1).index_copy_(0, slot_mapping, values)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Causal attention over paged keys and values, sequence by sequence, in float32. The oracle for every backend.
+
+    q: [T, num_heads, head_dim], the queries of sequence i at query_start_loc[i]:query_start_loc[i + 1], being the last
+    ones of its seq_lens[i] tokens. k_cache, v_cache: [blocks, block_size, num_kv_heads, head_dim]. block_tables:
+    [num_seqs, columns]; columns beyond a sequence's length are not looked at. Returns [T, num_heads, head_dim].
+    """
+    out = torch.empty_like(q)
+    block_size, num_kv_heads = k_cache.shape[1], k_cache.shape[2]
+    group = q.shape[1] // num_kv_heads
+    for i, seq_len in enumerate(seq_lens.tolist()):
+        start, stop = int(query_start_loc[i]), int(query_start_loc[i + 1])
+        blocks = block_tables[i, : math.ceil(seq_len / block_size)].long()
+        k = k_cache[blocks].flatten(0, 1)[:seq_len].float().repeat_interleave(group, dim=1)
+        v = v_cache[blocks].flatten(0, 1)[:seq_len].float().repeat_interleave(group, dim=1)
+        scores = torch.einsum("qhd,khd->hqk", q[start:stop].float(), k) * scale
+        query_positions = torch.arange(seq_len - (stop - start), seq_len, device=q.device)
+        visible = torch.arange(seq_len, device=q.device) <= query_positions.unsqueeze(1)
+        probs = scores.masked_fill(~visible, -math.inf).softmax(dim=-1)
+        out[start:stop] = torch.einsum("hqk,khd->qhd", probs, v).to(q.dtype)
+    return out

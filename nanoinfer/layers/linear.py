@@ -1,0 +1,175 @@
+"""Linear layers, split over the ranks of a `TensorParallelGroup` (Shoeybi et al., Megatron-LM, 2019).
+
+    ColumnParallelLinear        each rank computes some of the outputs
+    MergedColumnParallelLinear  several of those with one input in one matrix (gate and up)
+    QKVParallelLinear           the same for q, k and v, split by head
+    RowParallelLinear           each rank takes some of the inputs; an all-reduce sums the partial outputs
+
+A column-parallel layer followed by a row-parallel one needs that single all-reduce. How a weight is stored and
+multiplied is the business of a `LinearMethod`; sharding and merging are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanoinfer.distributed.group import ParallelGroups
+from nanoinfer.layers.shard import ShardSpec, split
+
+
+def divide(what: str, size: int, parts: int) -> int:
+    """size / parts. Raises ValueError if it has a remainder."""
+    if size % parts:
+        raise ValueError(f"{what} is {size}, which does not divide by the tensor parallel size {parts}")
+    return size // parts
+
+
+class LinearMethod:
+    """Weights as the checkpoint has them, multiplied by torch. Other formats override these three."""
+
+    def create(self, layer: ParallelLinear, out_features: int, in_features: int, options: dict) -> None:
+        """Gives the layer the tensors that `ShardSpec`s will fill."""
+        layer.weight = nn.Parameter(torch.empty(out_features, in_features, **options), requires_grad=False)
+
+    def pack(self, layer: ParallelLinear) -> None:
+        """Called once when the weights are loaded."""
+
+    def apply(self, layer: ParallelLinear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.linear(x, layer.weight, bias)
+
+
+class ParallelLinear(nn.Module):
+    """A rank's part of one matrix, [out_features, in_features] here being the part's own size."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool, groups: ParallelGroups, options: dict
+    ) -> None:
+        super().__init__()
+        self.tp = groups.tp
+        self.method = LinearMethod()
+        self.method.create(self, out_features, in_features, options)
+        self.bias = nn.Parameter(torch.empty(out_features, **options), requires_grad=False) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.method.apply(self, x, self.bias)
+
+    def pack(self) -> None:
+        self.method.pack(self)
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "weight", self.weight
+        if self.bias is not None:
+            yield "bias", self.bias
+
+
+class MergedColumnParallelLinear(ParallelLinear):
+    """y = x W^T + b for several W of `out_sizes` outputs with the same input; a rank's y is its part of each in turn.
+
+    x: [T, in_features]; returns [T, sum(out_sizes) / size].
+    """
+
+    def __init__(
+        self, in_features: int, out_sizes: list[int], *, bias: bool = False, groups: ParallelGroups, options: dict
+    ) -> None:
+        self.out_sizes = out_sizes
+        self.parts = [divide("output size", size, groups.tp.size) for size in out_sizes]
+        super().__init__(in_features, sum(self.parts), bias=bias, groups=groups, options=options)
+
+    def shards(self, names: list[str]) -> Iterator[ShardSpec]:
+        """`names`: the checkpoint's name of each matrix, without ".weight"."""
+        offsets = [0, *accumulate(self.parts)]
+        for name, size, part, offset in zip(names, self.out_sizes, self.parts, offsets[:-1], strict=True):
+            for kind, tensor in self._tensors():
+                dest = tensor[offset : offset + part]
+                yield split(f"{name}.{kind}", dest, 0, size, self.tp.rank * part)
+
+
+class ColumnParallelLinear(MergedColumnParallelLinear):
+    """One matrix, split by output. x: [T, in_features]; returns [T, out_features / size]."""
+
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool = False, groups: ParallelGroups, options: dict
+    ) -> None:
+        super().__init__(in_features, [out_features], bias=bias, groups=groups, options=options)
+
+
+class QKVParallelLinear(ParallelLinear):
+    """The projections to queries, keys and values, split by head.
+
+    Where there are fewer KV heads than ranks, neighbouring ranks hold the same KV head. x: [T, hidden_size]; returns
+    [T, (num_heads + 2 * num_kv_heads) * head_dim] for the rank's own heads: queries, then keys, then values.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        head_dim: int,
+        total_num_heads: int,
+        total_num_kv_heads: int,
+        *,
+        bias: bool = False,
+        groups: ParallelGroups,
+        options: dict,
+    ) -> None:
+        size, rank = groups.tp.size, groups.tp.rank
+        self.head_dim = head_dim
+        self.total_num_heads = total_num_heads
+        self.total_num_kv_heads = total_num_kv_heads
+        self.num_heads, self.num_kv_heads = self.heads_of_rank(total_num_heads, total_num_kv_heads, size)
+        self.first_head = rank * self.num_heads
+        # With fewer KV heads than ranks, size / total_num_kv_heads neighbours share one.
+        self.first_kv_head = rank * total_num_kv_heads // size
+        out_features = (self.num_heads + 2 * self.num_kv_heads) * head_dim
+        super().__init__(hidden_size, out_features, bias=bias, groups=groups, options=options)
+
+    @staticmethod
+    def heads_of_rank(total_num_heads: int, total_num_kv_heads: int, size: int) -> tuple[int, int]:
+        """(query heads, KV heads) that each of `size` ranks holds. Raises ValueError if they don't divide."""
+        num_heads = divide("num_attention_heads", total_num_heads, size)
+        if size <= total_num_kv_heads:
+            return num_heads, divide("num_key_value_heads", total_num_kv_heads, size)
+        if size % total_num_kv_heads:
+            raise ValueError(
+                f"tensor parallel size {size} is neither a divisor nor a multiple of the {total_num_kv_heads} KV heads"
+            )
+        return num_heads, 1
+
+    def shards(self, names: list[str]) -> Iterator[ShardSpec]:
+        """`names`: the checkpoint's names of the q, k and v projections, without ".weight"."""
+        kv = (self.total_num_kv_heads, self.num_kv_heads, self.first_kv_head)
+        heads = [(self.total_num_heads, self.num_heads, self.first_head), kv, kv]
+        offset = 0
+        for name, (total, own, first) in zip(names, heads, strict=True):
+            for kind, tensor in self._tensors():
+                dest = tensor[offset : offset + own * self.head_dim]
+                yield split(f"{name}.{kind}", dest, 0, total * self.head_dim, first * self.head_dim)
+            offset += own * self.head_dim
+
+
+class RowParallelLinear(ParallelLinear):
+    """One matrix, split by input. x: [T, in_features / size]; returns [T, out_features], summed over the ranks."""
+
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool = False, groups: ParallelGroups, options: dict
+    ) -> None:
+        self.in_features = in_features
+        self.part = divide("input size", in_features, groups.tp.size)
+        # The sum over the ranks must contain the bias once.
+        bias = bias and groups.tp.rank == 0
+        super().__init__(self.part, out_features, bias=bias, groups=groups, options=options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tp.all_reduce(super().forward(x))
+
+    def shards(self, name: str) -> Iterator[ShardSpec]:
+        yield split(f"{name}.weight", self.weight, 1, self.in_features, self.tp.rank * self.part)
+        if self.bias is not None:
+            yield split(f"{name}.bias", self.bias, 0, len(self.bias), 0)

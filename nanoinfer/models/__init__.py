@@ -1,0 +1,1 @@
+"""The architecture, and how its weights get from a checkpoint into it."""

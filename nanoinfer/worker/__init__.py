@@ -1,0 +1,1 @@
+"""One rank's part of a step: rows of sequences to tensors, tensors to tokens."""

@@ -1,0 +1,169 @@
+"""`InputBatch`: a rank's rows, one per sequence that it knows, kept from step to step; plans change them by deltas.
+
+What every step needs of every row lies in numpy arrays, so that a step's tensors are built by indexing and not by a
+loop over tokens. Called by the model runner: `apply(plan)`, `build(plan)`, then `commit(...)` when the step is done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from nanoinfer.attention.base import ForwardBatch
+from nanoinfer.layers.sampler import Penalty, SamplingBatch, TokenCounts, uniforms
+from nanoinfer.step import NewSequence, SchedulerOutput
+
+
+@dataclass
+class _Row:
+    """What only some steps need of a sequence. initial_ids: its tokens when it was introduced."""
+
+    new: NewSequence
+    initial_ids: np.ndarray
+    counts: TokenCounts | None
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """Which rows a plan runs, in its order. sampled: positions within `rows` of those that sample."""
+
+    seq_ids: list[int]
+    rows: np.ndarray
+    num_scheduled: np.ndarray
+    sampled: np.ndarray
+
+
+class InputBatch:
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int) -> None:
+        self.block_size = block_size
+        self.vocab_size = vocab_size
+        self._row_of: dict[int, int] = {}
+        self._free_rows = list(reversed(range(max_num_seqs)))
+        self._rows: list[_Row | None] = [None] * max_num_seqs
+        self._num_initial = np.zeros(max_num_seqs, np.int64)
+        self._num_prompt = np.zeros(max_num_seqs, np.int64)
+        self._num_tokens = np.zeros(max_num_seqs, np.int64)
+        self._num_computed = np.zeros(max_num_seqs, np.int64)
+        self._last_token = np.zeros(max_num_seqs, np.int64)
+        self._num_blocks = np.zeros(max_num_seqs, np.int64)
+        self._block_tables = np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32)
+        self._seeds = np.zeros(max_num_seqs, np.uint64)
+        self._temperature = np.zeros(max_num_seqs, np.float64)
+        self._top_k = np.zeros(max_num_seqs, np.int64)
+        self._top_p = np.zeros(max_num_seqs, np.float64)
+        self._min_p = np.zeros(max_num_seqs, np.float64)
+        # Rows whose sampling needs more than the arrays: penalties, min_tokens, logprobs.
+        self._special = np.zeros(max_num_seqs, bool)
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+    def apply(self, plan: SchedulerOutput) -> None:
+        """Takes in what the plan says about sequences coming, going and growing."""
+        for seq_id in list(self._row_of) if plan.forget_all else plan.dropped:
+            row = self._row_of.pop(seq_id, None)
+            if row is not None:
+                self._rows[row] = None
+                self._free_rows.append(row)
+        for new in plan.new:
+            self._add(new)
+        for seq_id, block_ids in plan.new_block_ids.items():
+            row = self._row_of[seq_id]
+            start = self._num_blocks[row]
+            self._block_tables[row, start : start + len(block_ids)] = block_ids
+            self._num_blocks[row] += len(block_ids)
+
+    def _add(self, new: NewSequence) -> None:
+        row = self._free_rows.pop()
+        self._row_of[new.seq_id] = row
+        ids, params = np.array(new.token_ids, np.int64), new.params
+        counts = None
+        if params.has_penalties:
+            counts = TokenCounts.of(self.vocab_size, ids[: new.num_prompt_tokens], ids[new.num_prompt_tokens :])
+        self._rows[row] = _Row(new, ids, counts)
+        self._num_initial[row] = self._num_tokens[row] = len(ids)
+        self._num_prompt[row] = new.num_prompt_tokens
+        self._num_computed[row] = new.num_computed_tokens
+        self._num_blocks[row] = len(new.block_ids)
+        self._block_tables[row, : len(new.block_ids)] = new.block_ids
+        self._seeds[row] = new.seed
+        self._temperature[row] = 0.0 if params.is_greedy else params.temperature
+        self._top_k[row] = max(params.top_k, 0)
+        self._top_p[row] = params.top_p
+        self._min_p[row] = params.min_p
+        self._special[row] = params.has_penalties or params.min_tokens > 0 or params.logprobs is not None
+
+    def build(self, plan: SchedulerOutput) -> tuple[StepRows, ForwardBatch]:
+        """The step's tensors, on the CPU."""
+        seq_ids = list(plan.num_scheduled_tokens)
+        rows = np.fromiter((self._row_of[seq_id] for seq_id in seq_ids), np.int64, len(seq_ids))
+        num_scheduled = np.fromiter(plan.num_scheduled_tokens.values(), np.int64, len(seq_ids))
+        computed = self._num_computed[rows]
+        seq_lens = computed + num_scheduled
+        query_start_loc = np.concatenate(([0], num_scheduled.cumsum()))
+        sampled = np.flatnonzero(seq_lens == self._num_tokens[rows])
+
+        # For each token of the batch: which of `rows` it belongs to, and its position in that sequence.
+        owner = np.repeat(np.arange(len(rows)), num_scheduled)
+        positions = np.arange(query_start_loc[-1]) - query_start_loc[owner] + computed[owner]
+        # The last sampled token of a sequence; wrong for sequences that still have initial tokens to compute.
+        input_ids = self._last_token[rows[owner]]
+        for i in np.flatnonzero(computed < self._num_initial[rows]):
+            row = self._rows[rows[i]]
+            assert row is not None
+            input_ids[query_start_loc[i] : query_start_loc[i + 1]] = row.initial_ids[computed[i] : seq_lens[i]]
+        num_columns = -(-int(seq_lens.max()) // self.block_size)
+        block_tables = self._block_tables[rows, :num_columns]
+        slots = block_tables[owner, positions // self.block_size].astype(np.int64) * self.block_size
+        slots += positions % self.block_size
+        batch = ForwardBatch(
+            input_ids=torch.from_numpy(input_ids),
+            positions=torch.from_numpy(positions),
+            query_start_loc=torch.from_numpy(query_start_loc.astype(np.int32)),
+            seq_lens=torch.from_numpy(seq_lens.astype(np.int32)),
+            block_tables=torch.from_numpy(block_tables),
+            slot_mapping=torch.from_numpy(slots),
+            logits_indices=torch.from_numpy(query_start_loc[sampled + 1] - 1),
+            max_query_len=int(num_scheduled.max()),
+            max_seq_len=int(seq_lens.max()),
+        )
+        return StepRows(seq_ids, rows, num_scheduled, sampled), batch
+
+    def sampling(self, step: StepRows) -> SamplingBatch:
+        """How the step's sampling rows are to be sampled."""
+        rows = step.rows[step.sampled]
+        output_indices = self._num_tokens[rows] - self._num_prompt[rows]
+        batch = SamplingBatch(
+            temperature=self._temperature[rows],
+            top_k=self._top_k[rows],
+            top_p=self._top_p[rows],
+            min_p=self._min_p[rows],
+            uniforms=uniforms(self._seeds[rows], output_indices.astype(np.uint64)),
+        )
+        for i in np.flatnonzero(self._special[rows]).tolist():
+            row = self._rows[rows[i]]
+            assert row is not None
+            params = row.new.params
+            if row.counts is not None:
+                batch.penalties[i] = Penalty(
+                    row.counts, params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+                )
+            if output_indices[i] < params.min_tokens and row.new.stop_token_ids:
+                batch.banned[i] = list(row.new.stop_token_ids)
+            if params.logprobs is not None:
+                batch.logprobs[i] = params.logprobs
+        return batch
+
+    def commit(self, step: StepRows, token_ids: list[int]) -> None:
+        """The step is done: its tokens are computed, and the sampling rows have one token more."""
+        self._num_computed[step.rows] += step.num_scheduled
+        rows = step.rows[step.sampled]
+        self._last_token[rows] = token_ids
+        self._num_tokens[rows] += 1
+        for i in np.flatnonzero(self._special[rows]).tolist():
+            row = self._rows[rows[i]]
+            assert row is not None
+            if row.counts is not None:
+                row.counts.output[token_ids[i]] += 1

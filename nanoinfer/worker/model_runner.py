@@ -1,0 +1,131 @@
+"""`ModelRunner`: one rank. Loads its part of the model, owns its KV cache, and runs the steps that the plans describe.
+
+Made by an executor, in this order: construct (loads the weights), `capacity()`, `allocate(...)`, then `step(plan)`.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+
+from nanoinfer.attention.base import KVCache
+from nanoinfer.attention.select import BACKENDS, select_backend
+from nanoinfer.config import EngineConfig, ModelConfig, SchedulerConfig
+from nanoinfer.distributed.group import ParallelGroups
+from nanoinfer.layers.linear import QKVParallelLinear
+from nanoinfer.layers.sampler import sample
+from nanoinfer.models.loader import load_dummy_weights, load_weights, open_checkpoint
+from nanoinfer.models.qwen3 import Qwen3ForCausalLM
+from nanoinfer.step import KVCacheCapacity, SchedulerOutput, StepResult
+from nanoinfer.worker.input_batch import InputBatch
+from nanoinfer.worker.kv_cache import available_memory, num_cpu_blocks
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_BATCHED_TOKENS = {"cpu": 1024, "cuda": 8192}
+
+
+class ModelRunner:
+    def __init__(
+        self, config: EngineConfig, model_config: ModelConfig, model_dir: Path, seed: int, groups: ParallelGroups
+    ) -> None:
+        self.config = config
+        self.model_config = model_config
+        self.device = resolve_device(config.device, model_config)
+        checkpoint = None if config.load_format == "dummy" else open_checkpoint(model_dir)
+        stored = model_config.dtype or (checkpoint.dtype() if checkpoint else "bfloat16")
+        self.dtype = resolve_dtype(config.dtype, stored, self.device, cpu_has_bf16())
+        backend_class = select_backend(model_config, self.device)
+        num_heads, num_kv_heads = QKVParallelLinear.heads_of_rank(
+            model_config.num_attention_heads, model_config.num_key_value_heads, groups.tp.size
+        )
+        self.backend = backend_class(num_heads, num_kv_heads, model_config.head_dim)
+        self.block_size = config.kvcache_block_size or self.backend.default_block_size
+        with torch.inference_mode():
+            self.model = Qwen3ForCausalLM(model_config, self.backend, groups, self.dtype, self.device)
+            if checkpoint is None:
+                load_dummy_weights(self.model, seed)
+            else:
+                load_weights(self.model, checkpoint)
+            self.model.pack()
+        self._kv_cache: KVCache | None = None
+        self._batch: InputBatch | None = None
+
+    def capacity(self) -> KVCacheCapacity:
+        """What this rank can offer, now that its weights are in memory."""
+        bytes_per_block = self.backend.bytes_per_block(self.model_config.num_hidden_layers, self.block_size, self.dtype)
+        return KVCacheCapacity(
+            num_blocks=num_cpu_blocks(self.config, bytes_per_block, available_memory()),
+            block_size=self.block_size,
+            bytes_per_block=bytes_per_block,
+            max_num_batched_tokens=self.config.max_num_batched_tokens or _DEFAULT_BATCHED_TOKENS[self.device],
+            device=self.device,
+            dtype=str(self.dtype).removeprefix("torch."),
+        )
+
+    def allocate(self, limits: SchedulerConfig) -> None:
+        """Allocates the pool and the rows, in the size that all ranks agreed on."""
+        self._kv_cache = self.backend.allocate(
+            self.model_config.num_hidden_layers, limits.num_blocks, limits.block_size, self.dtype, self.device
+        )
+        self._batch = InputBatch(
+            limits.max_num_seqs, limits.max_model_len, limits.block_size, self.model_config.vocab_size
+        )
+
+    @torch.inference_mode()
+    def step(self, plan: SchedulerOutput) -> StepResult:
+        """Runs one plan. After an exception the rows are uncertain: the next plan must set `forget_all`."""
+        assert self._batch is not None and self._kv_cache is not None, "step before allocate"
+        self._batch.apply(plan)
+        if not plan.num_scheduled_tokens:
+            return StepResult()
+        rows, batch = self._batch.build(plan)
+        batch.plan = self.backend.plan(batch, self.block_size)
+        hidden = self.model(batch, self._kv_cache)
+        token_ids: list[int] = []
+        result = StepResult()
+        if len(rows.sampled):
+            logits = self.model.compute_logits(hidden, batch.logits_indices)
+            token_ids, logprobs = sample(logits, self._batch.sampling(rows))
+            for i, position in enumerate(rows.sampled.tolist()):
+                seq_id = rows.seq_ids[position]
+                result.token_ids[seq_id] = [token_ids[i]]
+                if i in logprobs:
+                    result.logprobs[seq_id] = [logprobs[i]]
+        self._batch.commit(rows, token_ids)
+        return result
+
+
+def resolve_device(requested: str, model_config: ModelConfig) -> str:
+    """ "auto" is the GPU where there is one and a backend for it, else the CPU (said in the log)."""
+    if requested != "auto":
+        if requested == "cuda" and not torch.cuda.is_available():
+            raise ValueError("device is 'cuda', but torch finds no usable CUDA device; use device='cpu'")
+        return requested
+    if not torch.cuda.is_available():
+        return "cpu"
+    if all(backend.rejects(model_config, "cuda") for backend in BACKENDS):
+        logger.warning("there is a GPU, but no attention backend for it; running on the CPU")
+        return "cpu"
+    return "cuda"
+
+
+def resolve_dtype(requested: str, stored: str, device: str, has_bf16: bool) -> torch.dtype:
+    """ "auto" is the checkpoint's, except that bfloat16 is emulated slowly on a CPU without it: float32 there."""
+    name = stored if requested == "auto" else requested
+    if requested == "auto" and name == "bfloat16" and device == "cpu" and not has_bf16:
+        logger.warning("this CPU has no bfloat16 instructions; using dtype float32 (twice the memory)")
+        name = "float32"
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+
+
+def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the processor multiplies bfloat16 natively (x86: AVX512_BF16 or AMX_BF16; ARM: bf16)."""
+    if not cpuinfo.is_file():
+        return False
+    for line in cpuinfo.read_text().splitlines():
+        if line.lower().startswith(("flags", "features")):
+            return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(line.split(":", 1)[1].split()))
+    return False
