@@ -54,6 +54,8 @@ class EngineConfig:
     kvcache_block_size: tokens per KV block; None is the attention backend's choice.
     num_kvcache_blocks: None sizes the pool from memory.
     cpu_kvcache_gib: size of the KV pool on a CPU; None is the smaller of 4 GiB and 40 % of the available memory.
+    tensor_parallel_size: ranks that share each layer, one process each; 1 runs in this process.
+    step_timeout: seconds after which a step that has not come back counts as hung (with several ranks).
     load_format: "auto", or "dummy" for seeded random weights (no file but config.json is needed).
     seed: source of the seeds of requests that bring none, and of dummy weights; None draws one, which is logged.
     revision: branch, tag or commit of a hub id.
@@ -71,6 +73,7 @@ class EngineConfig:
     cpu_kvcache_gib: float | None = None
     enable_prefix_caching: bool = True
     tensor_parallel_size: int = 1
+    step_timeout: float = 300.0
     enforce_eager: bool = False
     load_format: str = "auto"
     seed: int | None = None
@@ -107,6 +110,7 @@ class EngineConfig:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         _require_positive("gpu_memory_utilization", self.gpu_memory_utilization, 1.0)
+        _require_positive("step_timeout", self.step_timeout, math.inf)
         if self.cpu_kvcache_gib is not None:
             _require_positive("cpu_kvcache_gib", self.cpu_kvcache_gib, math.inf)
 
@@ -143,6 +147,24 @@ class YarnScaling:
     truncate: bool = True
 
 
+def heads_of_rank(num_heads: int, num_kv_heads: int, size: int) -> tuple[int, int]:
+    """(query heads, KV heads) that each of `size` ranks holds; with more ranks than KV heads, these are replicated.
+
+    Raises ValueError, with the sizes that are possible, if the heads cannot be shared out evenly.
+    """
+
+    def fits(size: int) -> bool:
+        return num_heads % size == 0 and (num_kv_heads % size == 0 or size % num_kv_heads == 0)
+
+    if not fits(size):
+        valid = [n for n in range(1, num_heads + 1) if fits(n)]
+        raise ValueError(
+            f"tensor_parallel_size {size} does not divide {num_heads} attention and {num_kv_heads} key-value heads; "
+            f"possible sizes are {valid}"
+        )
+    return num_heads // size, max(1, num_kv_heads // size)
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """The shape of a dense Qwen3 checkpoint. `dtype` is None when `config.json` does not state one."""
@@ -170,6 +192,16 @@ class ModelConfig:
             return self.max_position_embeddings
         extended = int(self.yarn.factor * self.yarn.original_max_position_embeddings)
         return max(self.max_position_embeddings, extended)
+
+    def check_tensor_parallel(self, size: int) -> None:
+        """Raises ValueError, with the sizes that are possible, if the model cannot be split over `size` ranks."""
+        heads_of_rank(self.num_attention_heads, self.num_key_value_heads, size)
+        if self.intermediate_size % size:
+            valid = [n for n in range(1, self.num_attention_heads + 1) if self.intermediate_size % n == 0]
+            raise ValueError(
+                f"tensor_parallel_size {size} does not divide intermediate_size {self.intermediate_size}; "
+                f"possible sizes are {valid}"
+            )
 
     @classmethod
     def from_directory(cls, directory: Path) -> ModelConfig:

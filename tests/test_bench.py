@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from nanoinfer.bench import machine
+from nanoinfer.bench import throughput as bench
 from nanoinfer.config import ModelConfig
 from nanoinfer.step import StepStats
 
@@ -37,19 +37,6 @@ TINY = {
     "torch_dtype": "float32",
     "vocab_size": 10016,
 }
-
-
-def load_bench() -> ModuleType:
-    """bench.py is a script beside the package and not part of it, so it isn't found by name wherever pytest starts."""
-    spec = importlib.util.spec_from_file_location("bench", Path(__file__).parents[1] / "bench.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["bench"] = module  # dataclasses look their module up here
-    spec.loader.exec_module(module)
-    return module
-
-
-bench = load_bench()
 
 
 def stats(**counts: Any) -> StepStats:
@@ -120,8 +107,8 @@ def test_floor_in_another_dtype_and_with_untied_embeddings() -> None:
     ],
 )
 def test_floor_of_a_step(floor: Any, step: StepStats, seconds: float) -> None:
-    machine = bench.Machine(read_gb_s=10.0, gemm_tflop_s=1.0)
-    assert floor.seconds(step, machine) == pytest.approx(seconds, rel=1e-12)
+    rates = bench.Machine(read_gb_s=10.0, gemm_tflop_s=1.0)
+    assert floor.seconds(step, rates) == pytest.approx(seconds, rel=1e-12)
 
 
 def simulate(workload: Any, budget: int) -> list[StepStats]:
@@ -152,14 +139,14 @@ def simulate(workload: Any, budget: int) -> list[StepStats]:
 
 @pytest.mark.parametrize(("gemm", "read", "seconds"), [(2.0, 24.0, 25.2), (2.2, 28.0, 21.8)])
 def test_floor_of_w1_is_the_published_one(floor: Any, gemm: float, read: float, seconds: float) -> None:
-    workload, machine = bench.Workload.draw("w1", 32, seed=0), bench.Machine(read, gemm)
+    workload, rates = bench.Workload.draw("w1", 32, seed=0), bench.Machine(read, gemm)
     # The published seconds are those of whole prompts in one step each; chunks of 1024 tokens cost 0.7 % less, since
     # the first sequences decode while the last prompts are computed.
     for budget, tolerance in ((1 << 20, 0.003), (1024, 0.01)):
         steps = simulate(workload, budget)
         assert sum(step.num_prefill_tokens for step in steps) == 9_583
         assert sum(step.num_sampled for step in steps) == 4_818
-        assert sum(floor.seconds(step, machine) for step in steps) == pytest.approx(seconds, rel=tolerance)
+        assert sum(floor.seconds(step, rates) for step in steps) == pytest.approx(seconds, rel=tolerance)
 
 
 def test_summary_attributes_mixed_steps_to_prefill(floor: Any) -> None:
@@ -171,12 +158,12 @@ def test_summary_attributes_mixed_steps_to_prefill(floor: Any) -> None:
     ]
     workload = bench.Workload("w1", [[1] * 90, [2] * 10], [4, 2])
     run = bench.Run(seconds=4.0, batch1_seconds=2.0, output_tokens=6, steps=steps)
-    machine = bench.Machine(10.0, 1.0)
-    summary = bench.summarize(workload, run, floor, machine)
+    rates = bench.Machine(10.0, 1.0)
+    summary = bench.summarize(workload, run, floor, rates)
     expected = {"prompt_tokens": 100, "output_tokens": 6, "output_tok_s": 1.5, "preemptions": 1, "mean_batch": 1.5}
     expected |= {"batch1_tok_s": 32.0, "prefill_tok_s": 100 / 3, "decode_tok_s": 4.0, "host_ms_per_step": 125.0}
     assert {name: summary[name] for name in expected} == pytest.approx(expected)
-    least = sum(floor.seconds(step, machine) for step in steps)
+    least = sum(floor.seconds(step, rates) for step in steps)
     assert summary["floor_tok_s"] == pytest.approx(6 / least)
     assert summary["fraction_of_floor"] == pytest.approx(least / 4.0)
 
@@ -257,18 +244,12 @@ def test_the_best_repeat_of_the_fastest_method_counts(monkeypatch: pytest.Monkey
 
         return advance
 
-    monkeypatch.setattr(bench.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: now)
     # The first call of each is its warm-up.
     methods = {"slow": (8.0, call([0.1, 4.0, 2.0])), "fast": (8.0, call([9.0, 3.0, 1.0]))}
-    assert bench.best_rate(methods, 2, "cpu") == (8.0, "fast")
+    assert machine.best_rate(methods, 2, "cpu") == (8.0, "fast")
 
 
-def engine_exists() -> bool:
-    nanoinfer = pytest.importorskip("nanoinfer")
-    return hasattr(nanoinfer, "LLM")
-
-
-@pytest.mark.skipif(not engine_exists(), reason="the engine is not there yet")
 def test_a_small_run_prints_one_line_of_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,8 +8,10 @@ process and their parts merged by hand, which is how the sharding is proven.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from time import perf_counter
 
 import torch
+import torch.distributed as dist
 
 
 class TensorParallelGroup:
@@ -23,24 +25,49 @@ class TensorParallelGroup:
             raise ValueError(f"rank is {rank}; it must be from 0 to {size - 1}, the size of the group being {size}")
         self.rank = rank
         self.size = size
+        # Seconds that this rank has spent in collectives, waiting for the others included (on a CPU; on a GPU they
+        # are only launched here).
+        self.seconds = 0.0
 
     @classmethod
     def single(cls) -> TensorParallelGroup:
         return TensorParallelGroup(0, 1)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks, on every rank. May overwrite `tensor`."""
+        """The sum over the ranks, on every rank. May overwrite `tensor` and return it."""
         self._require_single("all_reduce")
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The ranks' tensors concatenated along the last dimension in the order of the ranks, on every rank."""
+        """The ranks' tensors, [n, columns] each, side by side in the order of the ranks: [n, size * columns]."""
         self._require_single("all_gather")
         return tensor
 
     def _require_single(self, name: str) -> None:
         if self.size != 1:
             raise NotImplementedError(f"{name} between {self.size} ranks needs a group with processes behind it")
+
+
+class ProcessGroup(TensorParallelGroup):
+    """Ranks that are processes, joined by torch.distributed (NCCL on GPUs, gloo on CPUs)."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group.rank(), group.size())
+        self._group = group
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        start = perf_counter()
+        tensor = tensor.contiguous()
+        dist.all_reduce(tensor, group=self._group)
+        self.seconds += perf_counter() - start
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        start = perf_counter()
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(parts, tensor.contiguous(), group=self._group)
+        self.seconds += perf_counter() - start
+        return torch.cat(parts, dim=1)
 
 
 @dataclass(frozen=True)

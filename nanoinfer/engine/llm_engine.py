@@ -25,6 +25,7 @@ from nanoinfer.engine.output_processor import OutputProcessor, Request
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import FinishReason
 from nanoinfer.executor.base import Executor
+from nanoinfer.executor.multiproc import MultiprocExecutor
 from nanoinfer.executor.uniproc import UniprocExecutor
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.step import KVCacheCapacity, SchedulerOutput, StepResult, StepStats
@@ -50,9 +51,13 @@ class LLMEngine:
         _check_length(config, self.model_config)
 
         self.executor: Executor = _make_executor(config, self.model_config, model_dir, self.seed)
-        self.capacity: KVCacheCapacity = self.executor.capacity()
-        limits = _scheduler_config(config, self.model_config, self.capacity)
-        self.executor.allocate(limits)
+        try:
+            self.capacity: KVCacheCapacity = self.executor.capacity()
+            limits = _scheduler_config(config, self.model_config, self.capacity)
+            self.executor.allocate(limits)
+        except BaseException:
+            self.executor.close()
+            raise
         self.scheduler = Scheduler(limits)
         self.input_processor = InputProcessor(
             tokenizer=self.tokenizer,
@@ -149,12 +154,9 @@ class LLMEngine:
 
 
 def _make_executor(config: EngineConfig, model_config: ModelConfig, model_dir: Path, seed: int) -> Executor:
-    if config.tensor_parallel_size != 1:
-        raise ValueError(
-            f"tensor_parallel_size is {config.tensor_parallel_size}; this version runs one rank (the layers are "
-            "sharded, the rank processes are not there yet)"
-        )
-    return UniprocExecutor(config, model_config, model_dir, seed)
+    model_config.check_tensor_parallel(config.tensor_parallel_size)
+    kind = UniprocExecutor if config.tensor_parallel_size == 1 else MultiprocExecutor
+    return kind(config, model_config, model_dir, seed)
 
 
 def _check_length(config: EngineConfig, model_config: ModelConfig) -> None:

@@ -15,6 +15,10 @@ from nanoinfer.config import SchedulerConfig
 from nanoinfer.step import KVCacheCapacity, SchedulerOutput, StepResult
 
 
+class EngineDeadError(RuntimeError):
+    """A rank raised, died or hung. Its engine is torn down and cannot be used any more."""
+
+
 class StepHandle(ABC):
     @abstractmethod
     def result(self) -> StepResult:

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanoinfer.config import heads_of_rank
 from nanoinfer.distributed.group import ParallelGroups
 from nanoinfer.layers.shard import ShardSpec, split
 
@@ -123,24 +124,12 @@ class QKVParallelLinear(ParallelLinear):
         self.head_dim = head_dim
         self.total_num_heads = total_num_heads
         self.total_num_kv_heads = total_num_kv_heads
-        self.num_heads, self.num_kv_heads = self.heads_of_rank(total_num_heads, total_num_kv_heads, size)
+        self.num_heads, self.num_kv_heads = heads_of_rank(total_num_heads, total_num_kv_heads, size)
         self.first_head = rank * self.num_heads
         # With fewer KV heads than ranks, size / total_num_kv_heads neighbours share one.
         self.first_kv_head = rank * total_num_kv_heads // size
         out_features = (self.num_heads + 2 * self.num_kv_heads) * head_dim
         super().__init__(hidden_size, out_features, bias=bias, groups=groups, options=options)
-
-    @staticmethod
-    def heads_of_rank(total_num_heads: int, total_num_kv_heads: int, size: int) -> tuple[int, int]:
-        """(query heads, KV heads) that each of `size` ranks holds. Raises ValueError if they don't divide."""
-        num_heads = divide("num_attention_heads", total_num_heads, size)
-        if size <= total_num_kv_heads:
-            return num_heads, divide("num_key_value_heads", total_num_kv_heads, size)
-        if size % total_num_kv_heads:
-            raise ValueError(
-                f"tensor parallel size {size} is neither a divisor nor a multiple of the {total_num_kv_heads} KV heads"
-            )
-        return num_heads, 1
 
     def shards(self, names: list[str]) -> Iterator[ShardSpec]:
         """`names`: the checkpoint's names of the q, k and v projections, without ".weight"."""
@@ -162,14 +151,17 @@ class RowParallelLinear(ParallelLinear):
     ) -> None:
         self.in_features = in_features
         self.part = divide("input size", in_features, groups.tp.size)
+        self.has_bias = bias
         # The sum over the ranks must contain the bias once.
-        bias = bias and groups.tp.rank == 0
-        super().__init__(self.part, out_features, bias=bias, groups=groups, options=options)
+        own_bias = bias and groups.tp.rank == 0
+        super().__init__(self.part, out_features, bias=own_bias, groups=groups, options=options)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.tp.all_reduce(super().forward(x))
 
     def shards(self, name: str) -> Iterator[ShardSpec]:
         yield split(f"{name}.weight", self.weight, 1, self.in_features, self.tp.rank * self.part)
-        if self.bias is not None:
-            yield split(f"{name}.bias", self.bias, 0, len(self.bias), 0)
+        if self.has_bias:
+            # Stated by every rank, so that all of them know the name; of no elements where it isn't held.
+            dest = self.weight.new_empty(0) if self.bias is None else self.bias
+            yield split(f"{name}.bias", dest, 0, len(self.weight), 0)

@@ -6,6 +6,10 @@ batch, position, chunking or preemption. Filters are thresholds: tokens tied wit
 makes them independent of any sorting order.
 
 The order is vLLM's: penalties, min_tokens, temperature, min_p, top_k, top_p.
+
+Under tensor parallelism each rank works on its slice of the vocabulary. Per row the ranks exchange the slice's maximum,
+its sum of weights and the winner, and all end with the same ids (ties to the lower one). Whole rows are gathered only
+for top_k, top_p and min_p, which rank all tokens.
 """
 
 from __future__ import annotations
@@ -15,10 +19,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from nanoinfer.distributed.group import TensorParallelGroup
 from nanoinfer.step import TokenLogprobs
 
-# Rows worked on at once: bounds the float32 and float64 copies (about 25 MB for Qwen3's vocabulary).
-_CHUNK_ROWS = 16
+# Rows worked on at once: bounds the float32 copies (20 MB each for Qwen3's vocabulary).
+_CHUNK_ROWS = 32
+# The distribution is summed by segments of so many tokens; only the segment that is hit is looked at token by token.
+_SEGMENT = 512
 # Candidates looked at before a whole row is sorted for top_p.
 _TOP_P_CANDIDATES = 512
 
@@ -36,6 +43,14 @@ class TokenCounts:
         in_prompt[torch.from_numpy(prompt)] = True
         counts = torch.bincount(torch.from_numpy(output), minlength=vocab_size).to(torch.int32)
         return cls(in_prompt, counts)
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """The ids of this rank's logits: `first_id` and following ones. Ranks hold equal numbers of columns."""
+
+    tp: TensorParallelGroup = field(default_factory=TensorParallelGroup.single)
+    first_id: int = 0
 
 
 @dataclass(frozen=True)
@@ -79,108 +94,164 @@ def uniforms(seeds: np.ndarray, output_indices: np.ndarray) -> np.ndarray:
     return (z >> np.uint64(32)).astype(np.float64) * 2.0**-32
 
 
-def sample(logits: torch.Tensor, batch: SamplingBatch) -> tuple[list[int], dict[int, TokenLogprobs]]:
-    """logits: [num_rows, vocab_size], any float dtype, not modified. Returns ids and, by row, log-probabilities.
+def sample(
+    logits: torch.Tensor, batch: SamplingBatch, shard: VocabShard | None = None
+) -> tuple[list[int], dict[int, TokenLogprobs]]:
+    """logits: [num_rows, columns], any float dtype, not modified; the rank's slice of the vocabulary (default: all).
 
-    Raises FloatingPointError if a row has NaN: then the model has overflowed, and any token would be noise.
+    Returns ids and, by row, log-probabilities; the same on every rank. Raises FloatingPointError if a row has NaN: then
+    the model has overflowed, and any token would be noise.
     """
+    shard = shard or VocabShard()
     token_ids: list[int] = []
     logprobs: dict[int, TokenLogprobs] = {}
     for start in range(0, len(logits), _CHUNK_ROWS):
         rows = range(start, min(start + _CHUNK_ROWS, len(logits)))
         raw = logits[start : rows.stop].float()
-        processed = _apply_penalties(raw, rows, batch)
-        best, greedy = processed.max(dim=-1)
-        if bool(best.isnan().any()):
-            raise FloatingPointError(
-                f"the model's logits contain NaN (logits are {logits.dtype}); float16 overflows on models trained in "
-                "bfloat16: use dtype='bfloat16' or 'float32'"
-            )
-        chosen = greedy
-        is_random = torch.from_numpy(batch.temperature[start : rows.stop] > 0)
-        if bool(is_random.any()):
-            chosen = torch.where(is_random, _draw(processed, rows, batch), greedy)
+        chosen = _choose(_apply_penalties(raw, rows, batch, shard), rows, batch, shard)
         token_ids += chosen.tolist()
-        for row in rows:
-            if row in batch.logprobs:
-                logprobs[row] = _logprobs(raw[row - start], token_ids[row], batch.logprobs[row])
+        wanted = [row for row in rows if row in batch.logprobs]
+        if wanted:
+            local = [row - start for row in wanted]
+            logprobs |= _logprobs(raw[local], chosen[local], wanted, batch.logprobs, shard)
     return token_ids, logprobs
 
 
-def _apply_penalties(raw: torch.Tensor, rows: range, batch: SamplingBatch) -> torch.Tensor:
+def _apply_penalties(raw: torch.Tensor, rows: range, batch: SamplingBatch, shard: VocabShard) -> torch.Tensor:
     """Penalties and bans on the rows that have them; `raw` itself if none has."""
     affected = [row for row in rows if row in batch.penalties or row in batch.banned]
     if not affected:
         return raw
     processed = raw.clone()
     for row in affected:
-        x = processed[row - rows.start]
         if (penalty := batch.penalties.get(row)) is not None:
             counts = penalty.counts
-            seen = counts.in_prompt | (counts.output > 0)
+            mine = slice(shard.first_id, min(shard.first_id + raw.shape[1], len(counts.output)))
+            output = counts.output[mine]
+            x = processed[row - rows.start, : len(output)]
+            seen = counts.in_prompt[mine] | (output > 0)
             scaled = torch.where(x > 0, x / penalty.repetition, x * penalty.repetition)
             x.copy_(torch.where(seen, scaled, x))
-            x -= penalty.frequency * counts.output
-            x -= penalty.presence * (counts.output > 0)
-        if (banned := batch.banned.get(row)) is not None:
-            x[banned] = float("-inf")
+            x -= penalty.frequency * output
+            x -= penalty.presence * (output > 0)
+        banned = [token_id - shard.first_id for token_id in batch.banned.get(row, ())]
+        processed[row - rows.start, [column for column in banned if 0 <= column < raw.shape[1]]] = float("-inf")
     return processed
 
 
-def _draw(processed: torch.Tensor, rows: range, batch: SamplingBatch) -> torch.Tensor:
-    """One token per row by inverse CDF; meaningless for greedy rows. processed: [n, vocab_size] float32."""
+def _choose(processed: torch.Tensor, rows: range, batch: SamplingBatch, shard: VocabShard) -> torch.Tensor:
+    """One id per row, [n] int64. processed: [n, columns] float32."""
+    winners = processed.argmax(dim=-1, keepdim=True)
+    maxima = processed.gather(1, winners).double()
+    summary = shard.tp.all_gather(torch.cat((maxima, (winners + shard.first_id).double()), dim=1)).unflatten(1, (-1, 2))
+    # argmax takes NaN for the largest and the first of equals for the winner, within a shard and between shards.
+    best_rank = summary[:, :, 0].argmax(dim=1, keepdim=True)
+    best = summary[:, :, 0].gather(1, best_rank)
+    greedy = summary[:, :, 1].gather(1, best_rank).squeeze(1).long()
+    if bool(best.isnan().any()):
+        raise FloatingPointError(
+            "the model's logits contain NaN; float16 overflows on models trained in bfloat16: use dtype='bfloat16' or "
+            "'float32'"
+        )
+    temperature = _column(batch.temperature, rows).float()
+    is_random = (temperature > 0).squeeze(1)
+    if not bool(is_random.any()):
+        return greedy
+    columns = processed.shape[1]
+    # Zeros at the end, so that the segments come out even. The best token has weight 1.
+    weights = processed.new_zeros(len(rows), -(-columns // _SEGMENT) * _SEGMENT)
+    scaled = torch.sub(processed, best.float(), out=weights[:, :columns])
+    scaled.div_(temperature.where(temperature > 0, 1.0)).exp_()
+    _filter(scaled, rows, batch, shard)
+    return torch.where(is_random, _draw(weights, _column(batch.uniforms, rows), shard), greedy)
 
-    def column(values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values[rows.start : rows.stop])).unsqueeze(1)
 
-    temperature = column(batch.temperature).float()
-    x = processed / temperature.where(temperature > 0, 1.0)
-    x -= x.amax(dim=-1, keepdim=True)
-    probs = x.exp_()
-    # The best token has weight 1, so min_p is a threshold as it stands. Weights are normalized by the draw.
-    min_p = column(batch.min_p).float()
-    if bool((min_p > 0).any()):
-        probs.masked_fill_(probs < min_p, 0.0)
-    top_k = column(batch.top_k)
+def _column(values: np.ndarray, rows: range) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values[rows.start : rows.stop])).unsqueeze(1)
+
+
+def _filter(weights: torch.Tensor, rows: range, batch: SamplingBatch, shard: VocabShard) -> None:
+    """Zeros what min_p, top_k and top_p drop. weights: [n, columns], the best token of each row having weight 1."""
+    min_p, top_k, top_p = (_column(values, rows) for values in (batch.min_p, batch.top_k, batch.top_p))
+    filtered = torch.nonzero(((min_p > 0) | (top_k > 0) | (top_p < 1)).squeeze(1)).squeeze(1)
+    if not len(filtered):
+        return
+    min_p, top_k, top_p = min_p[filtered], top_k[filtered], top_p[filtered]
+    whole = shard.tp.all_gather(weights[filtered])
+    whole.masked_fill_(whole < min_p.float(), 0.0)
+    threshold = min_p.float()
     if bool((top_k > 0).any()):
-        _keep_top_k(probs, top_k)
-    top_p = column(batch.top_p)
+        threshold = torch.maximum(threshold, _top_k_threshold(whole, top_k))
+        whole.masked_fill_(whole < threshold, 0.0)
     if bool((top_p < 1).any()):
-        _keep_top_p(probs, top_p)
-    cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
-    target = column(batch.uniforms) * cumulative[:, -1:]
-    # The first entry above the target has itself a weight above zero.
-    return torch.searchsorted(cumulative, target, right=True).squeeze(1)
+        threshold = torch.maximum(threshold, _top_p_threshold(whole, top_p))
+    mine = weights[filtered]
+    weights[filtered] = mine.masked_fill_(mine < threshold, 0.0)
 
 
-def _keep_top_k(weights: torch.Tensor, top_k: torch.Tensor) -> None:
-    """Zeros what is below each row's k-th largest weight. top_k: [n, 1]; 0 keeps all."""
-    vocab_size = weights.shape[1]
-    kth = top_k.clamp(1, vocab_size)
+def _top_k_threshold(weights: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
+    """Each row's k-th largest weight, [n, 1]; 0 where top_k, [n, 1], is 0."""
+    kth = top_k.clamp(1, weights.shape[1])
     largest = weights.topk(int(kth.max()), dim=-1).values
-    threshold = largest.gather(1, kth - 1).where(top_k > 0, 0.0)
-    weights.masked_fill_(weights < threshold, 0.0)
+    return largest.gather(1, kth - 1).where(top_k > 0, 0.0)
 
 
-def _keep_top_p(weights: torch.Tensor, top_p: torch.Tensor) -> None:
-    """Zeros what is not in the smallest set of largest weights whose share reaches top_p. top_p: [n, 1] float64."""
+def _top_p_threshold(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """The least weight in the smallest set of largest weights whose share reaches top_p, [n, 1]; 0 where top_p is 1."""
     goal = weights.sum(dim=-1, keepdim=True, dtype=torch.float64) * top_p
-    candidates = min(_TOP_P_CANDIDATES, weights.shape[1])
-    largest = weights.topk(candidates, dim=-1).values
+    largest = weights.topk(min(_TOP_P_CANDIDATES, weights.shape[1]), dim=-1).values
     if bool((largest.sum(dim=-1, keepdim=True, dtype=torch.float64) < goal)[top_p < 1].any()):
         largest = weights.sort(dim=-1, descending=True).values
     # The first position where the cumulative sum reaches the goal is the last one kept.
     reached = torch.searchsorted(largest.cumsum(dim=-1, dtype=torch.float64), goal)
-    threshold = largest.gather(1, reached.clamp(max=largest.shape[1] - 1)).where(top_p < 1, 0.0)
-    weights.masked_fill_(weights < threshold, 0.0)
+    return largest.gather(1, reached.clamp(max=largest.shape[1] - 1)).where(top_p < 1, 0.0)
 
 
-def _logprobs(raw: torch.Tensor, token_id: int, num_best: int) -> TokenLogprobs:
-    """Of the raw distribution. raw: [vocab_size] float32."""
-    logprobs = raw.log_softmax(dim=-1)
-    own = logprobs[token_id]
-    best = logprobs.topk(num_best) if num_best else None
-    token_ids = [token_id] + (best.indices.tolist() if best else [])
-    values = [own.item()] + (best.values.tolist() if best else [])
-    ranks = [int((logprobs > own).sum()) + 1, *range(1, num_best + 1)]
-    return TokenLogprobs(token_ids, values, ranks)
+def _draw(weights: torch.Tensor, uniforms: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+    """Ids, [n], at which the cumulative weight over the whole vocabulary passes `uniforms` [n, 1] of its total.
+
+    weights: [n, a multiple of _SEGMENT], this rank's.
+    """
+    by_segment = weights.unflatten(1, (-1, _SEGMENT))
+    cumulative = by_segment.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    rank_ends = shard.tp.all_gather(cumulative[:, -1:].contiguous()).cumsum(dim=-1)
+    target = uniforms * rank_ends[:, -1:]
+    # The first end above the target: what it belongs to has itself a weight above zero.
+    owner = torch.searchsorted(rank_ends, target, right=True)
+    if shard.tp.rank > 0:
+        target = target - rank_ends[:, shard.tp.rank - 1 : shard.tp.rank]
+    segment = torch.searchsorted(cumulative, target, right=True).clamp(max=cumulative.shape[1] - 1)
+    before = torch.where(segment > 0, cumulative.gather(1, (segment - 1).clamp(min=0)), 0.0)
+    inside = by_segment.gather(1, segment.unsqueeze(-1).expand(-1, 1, _SEGMENT)).squeeze(1)
+    offset = torch.searchsorted(inside.cumsum(dim=-1, dtype=torch.float64), target - before, right=True)
+    # Sums in another order may differ in the last bit: stay on the last token that can be drawn.
+    last = torch.where(inside > 0, torch.arange(_SEGMENT), 0).amax(dim=-1, keepdim=True)
+    token_ids = shard.first_id + segment * _SEGMENT + torch.minimum(offset, last)
+    return shard.tp.all_reduce(token_ids.where(owner == shard.tp.rank, 0)).squeeze(1)
+
+
+def _logprobs(
+    raw: torch.Tensor, chosen: torch.Tensor, rows: list[int], num_best: dict[int, int], shard: VocabShard
+) -> dict[int, TokenLogprobs]:
+    """Of the raw distribution, for the rows of `raw` [n, columns], whose keys are `rows`. chosen: [n] ids."""
+    tp = shard.tp
+    normalizer = tp.all_gather(raw.double().logsumexp(dim=-1, keepdim=True)).logsumexp(dim=-1, keepdim=True)
+    column = (chosen - shard.first_id).unsqueeze(1)
+    is_mine = (column >= 0) & (column < raw.shape[1])
+    own = tp.all_reduce(raw.gather(1, column.clamp(0, raw.shape[1] - 1)).where(is_mine, 0.0))
+    ranks = tp.all_reduce((raw > own).sum(dim=-1)) + 1
+    k = min(max(num_best[row] for row in rows), raw.shape[1])
+    local = raw.topk(k, dim=-1)
+    values = tp.all_gather(local.values)
+    ids = tp.all_gather(local.indices + shard.first_id)
+    best = values.topk(k, dim=-1)
+    best_ids = ids.gather(1, best.indices)
+    own_logprobs, best_logprobs = own.double() - normalizer, best.values.double() - normalizer
+    return {
+        row: TokenLogprobs(
+            token_ids=[int(chosen[i]), *best_ids[i, : num_best[row]].tolist()],
+            logprobs=[float(own_logprobs[i]), *best_logprobs[i, : num_best[row]].tolist()],
+            ranks=[int(ranks[i]), *range(1, min(num_best[row], k) + 1)],
+        )
+        for i, row in enumerate(rows)
+    }

@@ -55,8 +55,8 @@ class Qwen3ForCausalLM(nn.Module):
         return self.model(batch, kv_cache)
 
     def compute_logits(self, hidden: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-        """Logits [len(indices), vocab_size] of the tokens at `indices`, on every rank."""
-        return self.lm_head.gather(self.lm_head(hidden[indices]))
+        """This rank's logits of the tokens at `indices`, [len(indices), lm_head.num_rows]; padding is -inf."""
+        return self.lm_head(hidden[indices])
 
     def shards(self) -> Iterator[ShardSpec]:
         """Every tensor of the checkpoint that must be there, and where this rank's part of it goes."""

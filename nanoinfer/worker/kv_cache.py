@@ -15,15 +15,19 @@ _DEFAULT_CPU_FRACTION = 0.4
 
 
 def num_cpu_blocks(config: EngineConfig, bytes_per_block: int, available: int) -> int:
-    """Blocks for one rank on a CPU with `available` bytes left. Raises ValueError if they don't fit, with the bytes."""
+    """Blocks for one rank on a CPU with `available` bytes left, which all ranks share, as they do `cpu_kvcache_gib`.
+
+    Raises ValueError if they don't fit, with the bytes.
+    """
+    available //= config.tensor_parallel_size
     if config.num_kvcache_blocks is not None:
         needed = config.num_kvcache_blocks * bytes_per_block
         source = f"num_kvcache_blocks={config.num_kvcache_blocks}"
     elif config.cpu_kvcache_gib is not None:
-        needed = int(config.cpu_kvcache_gib * GIB)
+        needed = int(config.cpu_kvcache_gib * GIB) // config.tensor_parallel_size
         source = f"cpu_kvcache_gib={config.cpu_kvcache_gib}"
     else:
-        needed = min(_DEFAULT_CPU_BYTES, int(_DEFAULT_CPU_FRACTION * available))
+        needed = min(_DEFAULT_CPU_BYTES // config.tensor_parallel_size, int(_DEFAULT_CPU_FRACTION * available))
         source = "the default pool"
     num_blocks = config.num_kvcache_blocks or needed // bytes_per_block
     if num_blocks < 1:

@@ -12,10 +12,9 @@ import torch
 
 from nanoinfer.attention.base import KVCache
 from nanoinfer.attention.select import BACKENDS, select_backend
-from nanoinfer.config import EngineConfig, ModelConfig, SchedulerConfig
+from nanoinfer.config import EngineConfig, ModelConfig, SchedulerConfig, heads_of_rank
 from nanoinfer.distributed.group import ParallelGroups
-from nanoinfer.layers.linear import QKVParallelLinear
-from nanoinfer.layers.sampler import sample
+from nanoinfer.layers.sampler import VocabShard, sample
 from nanoinfer.models.loader import load_dummy_weights, load_weights, open_checkpoint
 from nanoinfer.models.qwen3 import Qwen3ForCausalLM
 from nanoinfer.step import KVCacheCapacity, SchedulerOutput, StepResult
@@ -38,7 +37,7 @@ class ModelRunner:
         stored = model_config.dtype or (checkpoint.dtype() if checkpoint else "bfloat16")
         self.dtype = resolve_dtype(config.dtype, stored, self.device, cpu_has_bf16())
         backend_class = select_backend(model_config, self.device)
-        num_heads, num_kv_heads = QKVParallelLinear.heads_of_rank(
+        num_heads, num_kv_heads = heads_of_rank(
             model_config.num_attention_heads, model_config.num_key_value_heads, groups.tp.size
         )
         self.backend = backend_class(num_heads, num_kv_heads, model_config.head_dim)
@@ -50,6 +49,7 @@ class ModelRunner:
             else:
                 load_weights(self.model, checkpoint)
             self.model.pack()
+        self._vocab_shard = VocabShard(groups.tp, self.model.lm_head.first_id)
         self._kv_cache: KVCache | None = None
         self._batch: InputBatch | None = None
 
@@ -88,7 +88,7 @@ class ModelRunner:
         result = StepResult()
         if len(rows.sampled):
             logits = self.model.compute_logits(hidden, batch.logits_indices)
-            token_ids, logprobs = sample(logits, self._batch.sampling(rows))
+            token_ids, logprobs = sample(logits, self._batch.sampling(rows), self._vocab_shard)
             for i, position in enumerate(rows.sampled.tolist()):
                 seq_id = rows.seq_ids[position]
                 result.token_ids[seq_id] = [token_ids[i]]

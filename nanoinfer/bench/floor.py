@@ -1,0 +1,44 @@
+"""`Floor`: the least time that a step can take on a machine, from the model's shape alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nanoinfer.bench.machine import Machine
+from nanoinfer.config import ModelConfig
+from nanoinfer.step import StepStats
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The least a step can cost: its linear layers by the roofline, plus reading its KV cache. Norms are left out."""
+
+    linear_weights: int  # all layers, without the head
+    head_weights: int  # a tied table is the head; what the embedding looks up in it is negligible
+    pair_flops: int  # per query-key pair of prefill: QK^T and PV, all layers
+    kv_bytes: int  # per token of context, keys and values of all layers
+    itemsize: int
+
+    @classmethod
+    def of_model(cls, config: ModelConfig, itemsize: int) -> Floor:
+        layers, hidden, head_dim = config.num_hidden_layers, config.hidden_size, config.head_dim
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        # qkv and o projections, then gate, up and down.
+        per_layer = hidden * head_dim * (2 * heads + 2 * kv_heads) + 3 * hidden * config.intermediate_size
+        return cls(
+            linear_weights=layers * per_layer,
+            head_weights=config.vocab_size * hidden,
+            pair_flops=4 * layers * heads * head_dim,
+            kv_bytes=2 * layers * kv_heads * head_dim * itemsize,
+            itemsize=itemsize,
+        )
+
+    def seconds(self, step: StepStats, machine: Machine) -> float:
+        """Products and weight reads can overlap; the KV cache is read on top. Decode's attention FLOPs hide in that."""
+        tokens = step.num_prefill_tokens + step.num_decode_tokens
+        flops = 2 * (self.linear_weights * tokens + self.head_weights * step.num_sampled)
+        flops += self.pair_flops * step.num_attention_pairs
+        # A step in which no row samples (a part of a long prompt) does not touch the head.
+        weight_bytes = self.itemsize * (self.linear_weights + (self.head_weights if step.num_sampled else 0))
+        read_rate, gemm_rate = machine.read_gb_s * 1e9, machine.gemm_tflop_s * 1e12
+        return max(flops / gemm_rate, weight_bytes / read_rate) + self.kv_bytes * step.num_context_tokens / read_rate

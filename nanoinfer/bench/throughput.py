@@ -1,0 +1,202 @@
+"""Offline throughput, next to the floor that this machine sets for the very steps that ran.
+
+The protocol is nano-vllm's (github.com/GeeeekExplorer/nano-vllm, bench.py): random ids, mixed lengths, end-of-sequence
+ignored, one warm-up request, tokens counted from what came back. Order: choose the workload, measure the machine
+(before the engine takes its memory), load the engine, warm up, run the workload, run one request alone, report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanoinfer.bench.floor import Floor
+from nanoinfer.bench.machine import Machine, measure_machine
+from nanoinfer.bench.step_overhead import measure_step_overhead
+from nanoinfer.bench.workload import MAX_TOKEN_ID, PRESETS, QWEN3_0_6B, Workload
+from nanoinfer.config import DTYPES, EngineConfig
+from nanoinfer.llm import LLM
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.step import StepStats
+from nanoinfer.version import __version__
+
+BATCH1_INPUT, BATCH1_OUTPUT = 128, 64
+
+
+@dataclass(frozen=True)
+class Run:
+    """Times in seconds, from the requests handed over to the last token back."""
+
+    seconds: float
+    batch1_seconds: float
+    output_tokens: int
+    steps: list[StepStats]
+
+
+def generate(llm: LLM, prompts: list[list[int]], output_lens: list[int], temperature: float) -> tuple[float, int]:
+    """Seconds, and the number of tokens that came back; RuntimeError unless each request got what it asked for."""
+    params = [SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=n) for n in output_lens]
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    produced = [len(output.outputs[0].token_ids) for output in outputs]
+    if produced != output_lens:
+        raise RuntimeError(f"asked for {output_lens} output tokens, produced {produced}: the figures would be wrong")
+    return seconds, sum(produced)
+
+
+def run_workload(llm: LLM, workload: Workload, seed: int) -> Run:
+    # Prefix caching stays as shipped, since users pay for its index, too. It cannot help, which is checked below: the
+    # prompts are random, and the warm-up and the single request are drawn apart from them.
+    rng = random.Random(f"apart from the workload, {seed}")
+    warm_up, single = ([rng.randint(0, MAX_TOKEN_ID) for _ in range(BATCH1_INPUT)] for _ in range(2))
+    generate(llm, [warm_up], [8], 0.6)
+    steps: list[StepStats] = []
+    llm.engine.on_step = steps.append
+    seconds, output_tokens = generate(llm, workload.prompts, workload.output_lens, 0.6)
+    llm.engine.on_step = None
+    batch1_seconds, _ = generate(llm, [single], [BATCH1_OUTPUT], 0.0)
+    given, computed = sum(map(len, workload.prompts)), sum(step.num_prefill_tokens for step in steps)
+    if computed < given:
+        raise RuntimeError(f"{computed} of {given} prompt tokens were computed: a cache has helped")
+    return Run(seconds, batch1_seconds, output_tokens, steps)
+
+
+def _rate(amount: float, seconds: float) -> float:
+    return amount / seconds if seconds else 0.0
+
+
+def summarize(workload: Workload, run: Run, floor: Floor, machine: Machine) -> dict[str, Any]:
+    # A step with any prefill tokens is prefill with all of its time, also if other rows decode in it: their share
+    # cannot be told apart. So decode is counted, tokens and time, over the steps that do nothing else.
+    prefill = [step for step in run.steps if step.num_prefill_tokens]
+    decode = [step for step in run.steps if not step.num_prefill_tokens]
+    floor_seconds = sum(floor.seconds(step, machine) for step in run.steps)
+    decode_seconds = sum(step.seconds for step in decode)
+    return {
+        "workload": workload.name,
+        "num_seqs": len(workload.prompts),
+        "prompt_tokens": sum(map(len, workload.prompts)),
+        "output_tokens": run.output_tokens,
+        "seconds": run.seconds,
+        "output_tok_s": run.output_tokens / run.seconds,
+        "prefill_tok_s": _rate(sum(step.num_prefill_tokens for step in prefill), sum(s.seconds for s in prefill)),
+        "decode_tok_s": _rate(sum(step.num_decode_tokens for step in decode), decode_seconds),
+        "batch1_tok_s": BATCH1_OUTPUT / run.batch1_seconds,
+        "mean_batch": _rate(run.output_tokens, len(run.steps)),  # tokens produced per step, of any kind
+        "steps": len(run.steps),
+        "preemptions": sum(step.num_preemptions for step in run.steps),
+        "host_ms_per_step": 1e3 * _rate(decode_seconds - sum(s.execute_seconds for s in decode), len(decode)),
+        **asdict(machine),
+        "floor_seconds": floor_seconds,
+        "floor_tok_s": run.output_tokens / floor_seconds,
+        "fraction_of_floor": floor_seconds / run.seconds,
+    }
+
+
+def environment(device: str) -> dict[str, Any]:
+    packages = {dist.metadata["Name"]: dist.version for dist in importlib.metadata.distributions()}
+    versions = {name: packages.get(name, "absent") for name in ("torch", "transformers", "triton")}
+    return {
+        "device": device,
+        "device_name": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
+        "threads": torch.get_num_threads(),
+        "cpus": os.cpu_count(),
+        "versions": {"nanoinfer": __version__, "python": platform.python_version(), **versions},
+    }
+
+
+def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, EngineConfig]:
+    """The benchmark's options, and the engine's; the model in the latter is a placeholder if none was given."""
+    parser = argparse.ArgumentParser(
+        description="Offline throughput, next to the floor that this machine sets for the very steps that ran. "
+        "batch1_tok_s is 64 / seconds of one greedy request, 128 tokens in and 64 out, prefill included.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--workload", choices=PRESETS, help="default: w1 on a CPU, nano-vllm on a GPU")
+    parser.add_argument("--num-seqs", type=int, help="fewer requests than the workload has")
+    parser.add_argument("--seed", type=int, default=0, help="of the workload and of the engine")
+    parser.add_argument("--model", help="directory or hub id; default: Qwen3-0.6B's shape with random weights")
+    parser.add_argument("--load-format", choices=("auto", "dummy"), help="default: auto if --model is given")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument(
+        "--step-overhead", action="store_true", help="measure what rank processes add to a step instead"
+    )
+    parser.add_argument("--json", action="store_true", help="one line of JSON instead of the report")
+    engine = parser.add_argument_group("options of nanoinfer.LLM, which has the defaults where none is stated")
+    engine.add_argument("--max-model-len", type=int, help="default: 2048 for w1, 4096 for nano-vllm")
+    for name in ("tensor-parallel-size", "max-num-seqs", "max-num-batched-tokens", "num-kvcache-blocks"):
+        engine.add_argument(f"--{name}", type=int)
+    engine.add_argument("--kvcache-block-size", type=int)
+    engine.add_argument("--gpu-memory-utilization", type=float)
+    engine.add_argument("--cpu-kvcache-gib", type=float)
+    engine.add_argument("--enforce-eager", action="store_true", default=None)
+    args = parser.parse_args(argv)
+    try:
+        settle(args)
+        names = [field.name for field in fields(EngineConfig) if getattr(args, field.name, None) is not None]
+        return args, EngineConfig(**{"model": "Qwen3-0.6B, shape only"} | {name: getattr(args, name) for name in names})
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def settle(args: argparse.Namespace) -> None:
+    """Fills in the defaults that depend on other options; ValueError on options that could only be ignored."""
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no GPU")
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    idle = "gpu_memory_utilization" if args.device == "cpu" else "cpu_kvcache_gib"
+    if getattr(args, idle) is not None:
+        raise ValueError(f"--{idle.replace('_', '-')} means nothing on the device {args.device!r}")
+    if args.load_format == "auto" and args.model is None:
+        raise ValueError("--load-format auto needs --model: without it there are no weights to load")
+    args.load_format = args.load_format or ("dummy" if args.model is None else "auto")
+    args.workload = args.workload or ("nano-vllm" if args.device == "cuda" else "w1")
+    preset = PRESETS[args.workload]
+    args.num_seqs = preset.num_seqs if args.num_seqs is None else args.num_seqs
+    if not 1 <= args.num_seqs <= preset.num_seqs:
+        raise ValueError(f"--num-seqs {args.num_seqs}: {args.workload} runs with 1 to {preset.num_seqs}")
+    args.max_model_len = preset.max_model_len if args.max_model_len is None else args.max_model_len
+    longest = preset.input_range[1] + preset.output_range[1]
+    if args.max_model_len < longest:
+        raise ValueError(f"--max-model-len {args.max_model_len}: {args.workload} needs up to {longest} tokens")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args, config = parse_args(argv)
+    if args.step_overhead:
+        show(measure_step_overhead(), as_json=args.json)
+        return
+    load = os.getloadavg()[0]  # others at work lower the machine's rates and the throughput, not always alike
+    workload = Workload.draw(args.workload, args.num_seqs, args.seed)
+    machine = measure_machine(args.device, getattr(torch, args.dtype), config.tensor_parallel_size)
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory, "config.json").write_text(json.dumps(QWEN3_0_6B))
+        with LLM(**asdict(config) | {"model": args.model or directory}) as llm:
+            floor = Floor.of_model(llm.model_config, getattr(torch, llm.capacity.dtype).itemsize)
+            report = summarize(workload, run_workload(llm, workload, args.seed), floor, machine)
+            report |= environment(args.device) | {"load_average_before": load}
+            report |= {"settings": asdict(config), "kv_cache": asdict(llm.capacity)}
+    show(report, as_json=args.json)
+
+
+def show(report: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(report))
+        return
+    for name, value in report.items():
+        print(f"{name:19} {value:.4g}" if isinstance(value, float) else f"{name:19} {value}")

@@ -1,0 +1,38 @@
+"""How a rank process joins the others. Called by `executor/worker_main.py`, once per process."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from nanoinfer.distributed.group import ParallelGroups, ProcessGroup
+
+# The engine watches its ranks and kills them when one fails; this only has to be longer than any step.
+_NEVER = timedelta(days=7)
+
+
+def join(rank: int, size: int, rendezvous_file: str, device: str) -> ParallelGroups:
+    """Meets the other ranks through a file that is new for every engine, and speaks over the loopback interface.
+
+    Neither the hostname nor any network is looked at, and no port is chosen: any number of engines run side by side.
+    """
+    if size == 1:
+        return ParallelGroups.single()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    store = dist.FileStore(rendezvous_file, size)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_NEVER)
+    world = dist.group.WORLD
+    assert world is not None
+    return ParallelGroups(tp=ProcessGroup(world))
+
+
+def leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,299 @@
+"""One process per rank, supervised. Start-up is data flow: ranks report what they can offer, the least is what counts.
+
+All ranks are children, rank 0 too. Running rank 0 in the engine's process would save one hop (about 0.1 ms a step, see
+`python bench.py --step-overhead`), and make a hang or a crash of rank 0 one of the engine: not worth it.
+
+A rank that raises sends its traceback; one that dies closes its socket; one that hangs runs into `step_timeout`. In
+each case the pending call raises `EngineDeadError`, every rank is killed, and later calls say that the engine is dead.
+The ranks in turn watch their socket, and end when this process does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+from types import FrameType
+from typing import IO, Any
+
+from nanoinfer.config import EngineConfig, ModelConfig, SchedulerConfig
+from nanoinfer.executor.base import EngineDeadError, Executor, StepHandle
+from nanoinfer.executor.messages import (
+    Allocate,
+    Allocated,
+    Command,
+    Failed,
+    Reply,
+    Shutdown,
+    Start,
+    Started,
+    Step,
+    StepDone,
+    encode,
+    receive,
+    receive_at_once,
+)
+from nanoinfer.step import KVCacheCapacity, SchedulerOutput, StepResult
+
+logger = logging.getLogger(__name__)
+
+_SHUTDOWN_SECONDS = 5.0
+_STACKS_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """A rank's process, our end of its socket, and the file to which it dumps its stack when asked.
+
+    inbox: what it has said and nobody has waited for yet.
+    """
+
+    index: int
+    process: subprocess.Popen[bytes]
+    sock: socket.socket
+    stacks: IO[bytes]
+    inbox: deque[Reply] = field(default_factory=deque)
+
+
+class MultiprocExecutor(Executor):
+    """Raises ValueError if the ranks find the model or the options unusable, EngineDeadError if one fails otherwise."""
+
+    # The module that a rank process runs; tests put one here that fails on purpose.
+    worker_module = "nanoinfer.executor.worker_main"
+
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, model_dir: Path, seed: int) -> None:
+        self._timeout = config.step_timeout
+        self._death: str | None = None
+        self._num_submitted = 0
+        # Of the last step that came back: how long rank 0 was at it, and in collectives.
+        self.busy_seconds = self.collective_seconds = 0.0
+        self._directory = tempfile.mkdtemp(prefix="nanoinfer-")
+        self._ranks: list[_Rank] = []
+        self._by_fd: dict[int, _Rank] = {}
+        self._poller = select.poll()
+        # Runs at close, at garbage collection and at interpreter exit, whichever comes first.
+        self._finalizer = weakref.finalize(self, _stop, self._ranks, self._directory)
+        try:
+            for index in range(config.tensor_parallel_size):
+                self._ranks.append(_spawn(index, config.tensor_parallel_size, self.worker_module))
+            for rank in self._ranks:
+                rank.sock.settimeout(self._timeout)
+                self._by_fd[rank.sock.fileno()] = rank
+                self._poller.register(rank.sock.fileno(), select.POLLIN)
+            rendezvous_file = str(Path(self._directory) / "rendezvous")
+            for rank in self._ranks:
+                self._send(rank, encode(Start(config, model_config, str(model_dir), seed, rank.index, rendezvous_file)))
+            self._started = [self._expect(Started, timeout=None, rank=rank) for rank in self._ranks]
+        except BaseException:
+            _kill(self._ranks)
+            self._finalizer()
+            raise
+
+    def capacity(self) -> KVCacheCapacity:
+        return min((started.capacity for started in self._started), key=lambda capacity: capacity.num_blocks)
+
+    def allocate(self, limits: SchedulerConfig) -> None:
+        self._broadcast(Allocate(limits))
+        for rank in self._ranks:
+            self._expect(Allocated, timeout=self._timeout, rank=rank)
+
+    def submit(self, plan: SchedulerOutput) -> StepHandle:
+        self._num_submitted += 1
+        self._broadcast(Step(self._num_submitted, plan))
+        return _Pending(self, self._num_submitted, monotonic() + self._timeout)
+
+    def close(self) -> None:
+        self._finalizer()
+        self._death = self._death or "it was closed"
+
+    def _wait_for_step(self, index: int, deadline: float) -> StepResult:
+        while True:
+            # Answers to steps whose caller was interrupted are still on their way; they are dropped here.
+            done = self._expect(StepDone, timeout=max(0.0, deadline - monotonic()), rank=self._ranks[0])
+            if done.index == index:
+                self.busy_seconds, self.collective_seconds = done.busy_seconds, done.collective_seconds
+                return done.result
+
+    def _broadcast(self, command: Command) -> None:
+        if self._death is not None:
+            raise EngineDeadError(f"the engine is dead: {self._death}")
+        frame = encode(command)
+        # A frame cut short would garble all that follows, and ranks must get the same commands.
+        with _uninterrupted():
+            for rank in self._ranks:
+                self._send(rank, frame)
+
+    def _send(self, rank: _Rank, frame: bytes) -> None:
+        try:
+            rank.sock.sendall(frame)
+        except TimeoutError:
+            self._fail(f"rank {rank.index} took no command for {self._timeout:g} s\n{_stacks(self._ranks)}")
+        except OSError:
+            self._fail(self._last_words(rank))
+
+    def _expect(self, kind: type[Any], *, timeout: float | None, rank: _Rank) -> Any:
+        """The next message of `rank`, which must be of that kind; meanwhile, watches over all ranks."""
+        while not rank.inbox:
+            ready = self._poller.poll(None if timeout is None else timeout * 1000)
+            if not ready:
+                self._fail(f"a step did not come back in {self._timeout:g} s\n{_stacks(self._ranks)}")
+            for fd, _ in ready:
+                self._by_fd[fd].inbox.append(self._receive(self._by_fd[fd]))
+        message = rank.inbox.popleft()
+        assert isinstance(message, kind), f"rank {rank.index} sent {type(message).__name__}, not {kind.__name__}"
+        return message
+
+    def _receive(self, rank: _Rank) -> Reply:
+        try:
+            message = receive_at_once(rank.sock)
+            if message is None:
+                with _uninterrupted():
+                    message = receive(rank.sock)
+        except (EOFError, OSError):
+            self._fail(self._last_words(rank))
+        if isinstance(message, Failed):
+            self._fail(f"rank {rank.index} raised\n{message.traceback}", message.user_error)
+        assert isinstance(message, Reply)
+        return message
+
+    def _last_words(self, rank: _Rank) -> str:
+        """Why a rank's socket closed: the traceback that it left, or how its process ended."""
+        try:
+            while True:
+                message = receive(rank.sock)
+                if isinstance(message, Failed):
+                    return f"rank {rank.index} raised\n{message.traceback}"
+        except (EOFError, OSError):
+            pass
+        try:
+            code = rank.process.wait(_SHUTDOWN_SECONDS)
+        except subprocess.TimeoutExpired:
+            return f"rank {rank.index} closed its connection"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+        return f"rank {rank.index} (process {rank.process.pid}) {how}"
+
+    def _fail(self, reason: str, user_error: str | None = None) -> Any:
+        """Tears everything down and raises."""
+        self._death = reason
+        _kill(self._ranks)
+        self._finalizer()
+        if user_error is not None:
+            raise ValueError(user_error) from EngineDeadError(reason)
+        raise EngineDeadError(f"the engine is dead: {reason}")
+
+
+@dataclass(frozen=True)
+class _Pending(StepHandle):
+    executor: MultiprocExecutor
+    index: int
+    deadline: float
+
+    def result(self) -> StepResult:
+        return self.executor._wait_for_step(self.index, self.deadline)
+
+
+def _spawn(index: int, size: int, module: str) -> _Rank:
+    """A fresh interpreter, not a fork: torch's threads survive none, and the user's main script isn't run again."""
+    ours, theirs = socket.socketpair()
+    stacks = tempfile.TemporaryFile()  # noqa: SIM115
+    environment = dict(os.environ)
+    environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    num_threads = environment.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // size)))
+    if index == 0:
+        logger.info("%d ranks with %s threads each (OMP_NUM_THREADS changes it)", size, num_threads)
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, str(theirs.fileno()), str(stacks.fileno())],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(), stacks.fileno()),
+            # Out of the terminal's process group: Ctrl-C must not reach a rank before it ignores the signal.
+            start_new_session=True,
+        )
+    return _Rank(index, process, ours, stacks)
+
+
+def num_cores() -> int:
+    """Cores that this process may use: its affinity mask, less what the cgroup's CPU quota takes away."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota_file = Path("/sys/fs/cgroup/cpu.max")
+    if quota_file.is_file():
+        quota, period = quota_file.read_text().split()
+        if quota != "max":
+            cores = min(cores, max(1, int(quota) // int(period)))
+    return cores
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Puts a Ctrl-C off until the end of the block. For blocks that don't wait; in the main thread only."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    caught: list[tuple[int, FrameType | None]] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: caught.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if caught and callable(handler):
+            handler(*caught[0])
+
+
+def _stacks(ranks: list[_Rank]) -> str:
+    """What each rank's main thread is doing, from the ranks that still can tell."""
+    for rank in ranks:
+        if rank.process.poll() is None:
+            rank.process.send_signal(signal.SIGUSR1)
+    texts = []
+    deadline = monotonic() + _STACKS_SECONDS
+    for rank in ranks:
+        while rank.process.poll() is None and monotonic() < deadline:
+            if os.fstat(rank.stacks.fileno()).st_size:
+                break
+            select.select([], [], [], 0.02)
+        rank.stacks.seek(0)
+        text = rank.stacks.read().decode(errors="replace").strip()
+        texts.append(f"rank {rank.index}: {text or 'does not tell where it is'}")
+    return "\n".join(texts)
+
+
+def _kill(ranks: list[_Rank]) -> None:
+    for rank in ranks:
+        if rank.process.poll() is None:
+            rank.process.kill()
+
+
+def _stop(ranks: list[_Rank], directory: str) -> None:
+    """Asks the ranks to leave, kills those that don't, and frees all that the executor holds."""
+    for rank in ranks:
+        try:
+            rank.sock.settimeout(_SHUTDOWN_SECONDS)
+            rank.sock.sendall(encode(Shutdown()))
+        except OSError:
+            pass  # it is dead already
+    deadline = monotonic() + _SHUTDOWN_SECONDS
+    for rank in ranks:
+        try:
+            rank.process.wait(max(0.0, deadline - monotonic()))
+        except subprocess.TimeoutExpired:
+            rank.process.kill()
+            rank.process.wait()
+        rank.sock.close()
+        rank.stacks.close()
+    ranks.clear()
+    shutil.rmtree(directory, ignore_errors=True)

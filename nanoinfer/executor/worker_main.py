@@ -1,0 +1,117 @@
+"""The main program of a rank process: `python -m nanoinfer.executor.worker_main SOCKET_FD STACKS_FD`.
+
+Started by `MultiprocExecutor`. Receives `Start`, joins the other ranks, loads its part of the model, then answers
+commands until `Shutdown`. Whatever goes wrong is sent as a traceback before the process ends.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from nanoinfer.executor.messages import (
+    Allocate,
+    Allocated,
+    Failed,
+    Reply,
+    Start,
+    Started,
+    Step,
+    StepDone,
+    encode,
+    receive,
+    spin,
+)
+
+if TYPE_CHECKING:
+    from nanoinfer.distributed.group import ParallelGroups
+    from nanoinfer.worker.model_runner import ModelRunner
+
+
+# About the time between two steps of a busy engine.
+_SPIN_SECONDS = 0.001
+
+
+def main() -> None:
+    # Ctrl-C is the engine's business: it aborts requests and goes on using its ranks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    # Asked for by the engine when a step hangs.
+    faulthandler.register(signal.SIGUSR1, file=int(sys.argv[2]), all_threads=False)
+    threading.Thread(target=_exit_with_parent, args=(sock.fileno(), os.getppid()), daemon=True).start()
+    try:
+        _serve(sock)
+    except EOFError:
+        status = 1  # the engine's process is gone
+    except BaseException as error:
+        user_error = str(error) if isinstance(error, ValueError) else None
+        sock.sendall(encode(Failed(traceback.format_exc(), user_error)))
+        status = 1
+    else:
+        status = 0
+    # Not by way of interpreter shutdown: threads of a half-dead process group may never join.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _exit_with_parent(socket_fd: int, parent: int) -> None:
+    """Ends this process when the engine's is gone, whatever the main thread is waiting for.
+
+    The kernel's parent-death signal is no use here: it fires when the *thread* that started us ends. The hang-up is
+    seen at once, unless a fork of the parent holds the socket open; then the parent's id tells.
+    """
+    poller = select.poll()
+    poller.register(socket_fd, 0)
+    while not poller.poll(1000) and os.getppid() == parent:
+        pass
+    os._exit(1)
+
+
+def _serve(sock: socket.socket) -> None:
+    start = receive(sock)
+    assert isinstance(start, Start)
+    from nanoinfer.distributed import launch
+
+    runner, groups = _load(start)
+    _send(sock, Started(runner.capacity()))
+    while True:
+        spin(sock, _SPIN_SECONDS)
+        command = receive(sock)
+        if isinstance(command, Step):
+            began, before = perf_counter(), groups.tp.seconds
+            result = runner.step(command.plan)
+            if start.rank == 0:
+                _send(sock, StepDone(command.index, result, perf_counter() - began, groups.tp.seconds - before))
+        elif isinstance(command, Allocate):
+            runner.allocate(command.limits)
+            _send(sock, Allocated())
+        else:
+            launch.leave()
+            return
+
+
+def _load(start: Start) -> tuple[ModelRunner, ParallelGroups]:
+    from nanoinfer.distributed import launch
+    from nanoinfer.worker.model_runner import ModelRunner, resolve_device
+
+    device = resolve_device(start.config.device, start.model_config)
+    groups = launch.join(start.rank, start.config.tensor_parallel_size, start.rendezvous_file, device)
+    return ModelRunner(start.config, start.model_config, Path(start.model_dir), start.seed, groups), groups
+
+
+def _send(sock: socket.socket, reply: Reply) -> None:
+    sock.sendall(encode(reply))
+
+
+if __name__ == "__main__":
+    main()
