@@ -73,8 +73,9 @@ class LLM:
         are aborted and the engine stays usable.
         """
         engine = self.engine
-        requests = engine.add_requests(prompts, params)
+        requests = engine.prepare(prompts, params)
         try:
+            engine.add(requests)
             with _Progress(engine, len(requests), disable=not use_tqdm or not sys.stderr.isatty()) as progress:
                 num_left = len(requests)
                 mine = set(map(id, requests))
@@ -114,10 +115,7 @@ class LLM:
         """
         if _is_conversation(prompt):
             prompt = self._render([prompt], enable_thinking, None)[0]
-        # Checked here, and not at the first piece: a generator's body runs late.
-        engine = self.engine
-        requests = engine.add_requests([prompt], params)
-        return _stream(engine, requests[0])
+        return _Stream(self.engine, self.engine.add_requests([prompt], params)[0])
 
     def _render(
         self,
@@ -154,14 +152,32 @@ def _is_conversation(value: object) -> bool:
     )
 
 
-def _stream(engine: LLMEngine, request: Request) -> Iterator[str]:
-    try:
-        while not request.is_finished:
-            engine.step()
-            if delta := request.new_text():
-                yield delta
-    finally:
-        engine.abort([request])
+class _Stream(Iterator[str]):
+    """The iterator of `LLM.stream`. Not a generator, because one that was never started is not cleaned up after."""
+
+    def __init__(self, engine: LLMEngine, request: Request) -> None:
+        self._engine = engine
+        self._request = request
+
+    def __next__(self) -> str:
+        while True:
+            # Another call's steps may have brought this request on, or to its end, since the last piece.
+            is_done = self._request.is_done
+            if delta := self._request.new_text():
+                return delta
+            if is_done:
+                raise StopIteration
+            try:
+                self._engine.step()
+            except BaseException:
+                self.close()
+                raise
+
+    def close(self) -> None:
+        self._engine.abort([self._request])
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class _Progress:

@@ -20,7 +20,7 @@ from nanoinfer.config import EngineConfig, ModelConfig, SchedulerConfig, token_i
 from nanoinfer.engine import sequence
 from nanoinfer.engine.checkpoint import find_checkpoint, load_generation_config, load_tokenizer
 from nanoinfer.engine.detokenizer import TokenTable
-from nanoinfer.engine.input_processor import InputProcessor, ProcessedPrompt, Prompt
+from nanoinfer.engine.input_processor import InputProcessor, Prompt
 from nanoinfer.engine.output_processor import OutputProcessor, Request
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import FinishReason
@@ -69,29 +69,43 @@ class LLMEngine:
         )
         self.output_processor = OutputProcessor(TokenTable(self.tokenizer) if self.tokenizer is not None else None)
         self.on_step: Callable[[StepStats], None] | None = None
-        self._num_requests = 0
+        # Whether a step failed since texts were last brought in line with tokens.
+        self._is_uncertain = False
 
     @property
     def has_unfinished(self) -> bool:
-        return self.scheduler.has_unfinished
+        return self.scheduler.has_unfinished or bool(self.output_processor.requests or self.output_processor.finished)
 
     def add_requests(
         self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Request]:
-        """Queues a call's prompts, all or (on ValueError) none."""
-        return [self._add(prompt, seq) for prompt, seq in self.input_processor.process(prompts, params)]
+        """Queues a call's prompts, all or (on any exception) none."""
+        requests = self.prepare(prompts, params)
+        try:
+            self.add(requests)
+        except BaseException:
+            self.abort(requests)
+            raise
+        return requests
 
-    def _add(self, prompt: ProcessedPrompt, seq: sequence.Sequence) -> Request:
-        request = self.output_processor.add(str(self._num_requests), prompt.text, seq)
-        self._num_requests += 1
-        self.scheduler.add(seq)
-        return request
+    def prepare(
+        self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Request]:
+        """Checks a call's prompts and makes its requests. Queues nothing yet. Raises ValueError on bad input."""
+        processed = self.input_processor.process(prompts, params)
+        return [self.output_processor.make_request(prompt.text, seq) for prompt, seq in processed]
+
+    def add(self, requests: Iterable[Request]) -> None:
+        """Queues prepared requests. If it is interrupted, `abort` takes back any of them, queued or not."""
+        for request in requests:
+            self.output_processor.requests[request.seq.seq_id] = request
+            self.scheduler.add(request.seq)
 
     def abort(self, requests: Iterable[Request]) -> None:
         """Ends requests that are not finished, with finish_reason "abort", and frees their blocks."""
         for request in requests:
-            self.output_processor.requests.pop(request.seq.seq_id, None)
             self.scheduler.abort(request.seq)
+            self.output_processor.drop(request)
 
     def step(self) -> list[Request]:
         """Runs one step. Returns the requests that it finished."""
@@ -104,19 +118,21 @@ class LLMEngine:
             is_empty = not (plan.num_scheduled_tokens or plan.dropped or plan.forget_all)
             result = StepResult() if is_empty else self.executor.submit(plan).result()
             execute_seconds = perf_counter() - execute_start
-            finished = self._process(self.scheduler.update(plan, result))
+            self._process(self.scheduler.update(plan, result))
         except BaseException:
+            self._is_uncertain = True
             self.scheduler.recover()
             raise
         if self.on_step and observe:
             self.on_step(observe(perf_counter() - start, execute_seconds))
-        return finished
+        return self.output_processor.take_finished()
 
-    def _process(self, changed: list[sequence.Sequence]) -> list[Request]:
-        finished, stopped = self.output_processor.process(changed)
-        for seq, stop in stopped:
+    def _process(self, changed: list[sequence.Sequence]) -> None:
+        if self._is_uncertain:
+            changed = self.output_processor.restart()
+            self._is_uncertain = False
+        for seq, stop in self.output_processor.process(changed):
             self.scheduler.finish(seq, FinishReason.STOP, stop)
-        return finished
 
     def _observation(self, plan: SchedulerOutput, preemptions_before: int) -> Callable[[float, float], StepStats]:
         """What a plan will do, as StepStats that wait for its times. Before `update`, which moves the sequences on."""

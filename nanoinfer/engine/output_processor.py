@@ -1,7 +1,7 @@
 """`Request` and `OutputProcessor`: new tokens of sequences into text, stop strings, and finally `RequestOutput`s.
 
-A request pulls from its sequence whatever it has not taken yet, so that nothing is lost or doubled if a step was
-interrupted between the scheduler's update and this one.
+A request pulls from its sequence whatever it has not taken yet. After a step that failed half-way, texts are made again
+from the tokens, which are what counts; what was streamed of them stays streamed.
 """
 
 from __future__ import annotations
@@ -19,21 +19,23 @@ class Request:
         self.request_id = request_id
         self.prompt = prompt
         self.seq = seq
+        # Ended, with all of its text; or aborted.
+        self.is_done = False
         self._table = table
+        self._num_streamed = 0
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets the text, to make it again from the tokens."""
+        params = self.seq.params
         self._pieces: list[str] = []
         self._num_taken = 0
-        self._num_streamed = 0
         self._flushed = False
-        params = seq.params
         self._detokenizer: Detokenizer | None = None
-        if table is not None and params.detokenize:
-            self._detokenizer = Detokenizer(table, params.skip_special_tokens)
+        if self._table is not None and params.detokenize:
+            self._detokenizer = Detokenizer(self._table, params.skip_special_tokens)
         assert isinstance(params.stop, tuple)
         self._stops = StopStrings(params.stop, params.include_stop_str_in_output)
-
-    @property
-    def is_finished(self) -> bool:
-        return self.seq.is_finished
 
     @property
     def text(self) -> str:
@@ -106,20 +108,25 @@ class Request:
 
 
 class OutputProcessor:
-    """The requests in progress, by their sequence's id."""
+    """requests: those in progress, by their sequence's id. finished: those that no step has returned yet."""
 
     def __init__(self, table: TokenTable | None) -> None:
         self._table = table
         self.requests: dict[int, Request] = {}
+        self.finished: list[Request] = []
 
-    def add(self, request_id: str, prompt: str | None, seq: Sequence) -> Request:
-        request = Request(request_id, prompt, seq, self._table)
-        self.requests[seq.seq_id] = request
-        return request
+    def make_request(self, prompt: str | None, seq: Sequence) -> Request:
+        return Request(str(seq.seq_id), prompt, seq, self._table)
 
-    def process(self, sequences: list[Sequence]) -> tuple[list[Request], list[tuple[Sequence, str]]]:
-        """(requests that are now finished, sequences that a stop string ends: for the scheduler to finish)."""
-        finished, stopped = [], []
+    def restart(self) -> list[Sequence]:
+        """Makes all requests take in their tokens anew. Returns all their sequences."""
+        for request in self.requests.values():
+            request.restart()
+        return [request.seq for request in self.requests.values()]
+
+    def process(self, sequences: list[Sequence]) -> list[tuple[Sequence, str]]:
+        """Moves on the requests of these sequences. Returns those that a stop string ends, for the scheduler to finish."""
+        stopped = []
         for seq in sequences:
             request = self.requests.get(seq.seq_id)
             if request is None:
@@ -129,6 +136,17 @@ class OutputProcessor:
                 stopped.append((seq, stop))
             if stop is not None or seq.is_finished:
                 request.flush()
+                self.finished.append(request)
+                request.is_done = True
                 del self.requests[seq.seq_id]
-                finished.append(request)
-        return finished, stopped
+        return stopped
+
+    def take_finished(self) -> list[Request]:
+        finished, self.finished = self.finished, []
+        return finished
+
+    def drop(self, request: Request) -> None:
+        """The request was aborted: no step is to return it."""
+        request.is_done = True
+        self.requests.pop(request.seq.seq_id, None)
+        self.finished = [other for other in self.finished if other is not request]

@@ -57,12 +57,15 @@ class Scheduler:
         self.waiting.append(seq)
 
     def abort(self, seq: Sequence) -> None:
-        """Ends a sequence now; its blocks are freed at once, or when the step that writes to them has come back."""
+        """Ends a sequence now; its blocks are freed at once, or when the step that writes to them has come back.
+
+        Nothing happens if it has ended; one that was never (or only half) added is taken back.
+        """
         if not seq.is_finished:
             self.finish(seq, FinishReason.ABORT)
 
     def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        if seq.status is SequenceStatus.WAITING:
+        if seq.status is SequenceStatus.WAITING and seq in self.waiting:
             self.waiting.remove(seq)
         seq.finish(reason, stop_reason)
         if seq.num_inflight_tokens == 0:
@@ -212,6 +215,8 @@ class Scheduler:
         old = self.block_manager
         self.block_manager = BlockManager(old.num_blocks, old.block_size, old.enable_prefix_caching)
         self.block_manager.count_query(old.query_tokens, old.hit_tokens)
+        for seq in self.sequences.values():
+            seq.repair()
         self.sequences = {seq_id: seq for seq_id, seq in self.sequences.items() if not seq.is_finished}
         self.running = {}
         self.waiting = deque(self.sequences.values())

@@ -88,6 +88,18 @@ class Sequence:
         self.finish_reason = reason
         self.stop_reason = stop_reason
 
+    def repair(self) -> None:
+        """After an update that may have been cut short anywhere: a token counts only with all that belongs to it.
+
+        A token that is dropped here is sampled again, and comes out the same.
+        """
+        if self.params.logprobs is not None:
+            complete = min(self.num_output_tokens, len(self.logprobs))
+            del self.token_ids[self.num_prompt_tokens + complete :]
+            del self.logprobs[complete:]
+        if self.num_output_tokens and not self.is_finished:
+            self.check_stop()
+
     def check_stop(self) -> None:
         """Finishes the sequence if its newest token ends it. Stop strings are the output processor's business."""
         token_id = self.token_ids[-1]

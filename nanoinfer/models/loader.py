@@ -76,6 +76,9 @@ def _read_index(path: Path) -> dict[str, str]:
         files: dict[str, str] = dict(index["weight_map"])
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not an index of safetensors files: {error!r}") from error
+    for name, file_name in files.items():
+        if not isinstance(file_name, str):
+            raise ValueError(f"{path} maps {name!r} to {file_name!r}, which is no file name")
     for file_name in sorted(set(files.values())):
         mapped = {name for name, holder in files.items() if holder == file_name}
         file_path = path.parent / file_name
