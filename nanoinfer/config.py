@@ -213,6 +213,8 @@ class ModelConfig:
             raw = json.loads(path.read_text(encoding="utf-8"))
         except json.JSONDecodeError as error:
             raise ValueError(f"{path} is not valid JSON: {error}") from error
+        if not isinstance(raw, dict):
+            raise ValueError(f"{path} holds {raw!r}; it must be an object with the model's settings")
         try:
             return cls.from_dict(raw)
         except ValueError as error:
@@ -322,6 +324,9 @@ def _parse_rope(raw: Mapping[str, Any]) -> tuple[float, YarnScaling | None]:
     """(rope_theta, scaling) from transformers 4's `rope_theta` + `rope_scaling` or 5's `rope_parameters`."""
     parameters = raw.get("rope_parameters") or {}
     scaling = raw.get("rope_scaling") or {}
+    for key, value in (("rope_parameters", parameters), ("rope_scaling", scaling)):
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{key} is {value!r}; it must be an object or null")
     stated: list[float] = [
         _number(source, "rope_theta") for source in (raw, parameters, scaling) if source.get("rope_theta") is not None
     ]

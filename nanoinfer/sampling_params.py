@@ -6,7 +6,7 @@ Names and meanings are vLLM's; `max_tokens` defaults to 64.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,14 @@ def _check_int(name: str, value: object, low: int, high: float = math.inf) -> No
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         limit = f"of at least {low}" if high == math.inf else f"from {low} to {high:.0f}"
         raise ValueError(f"{name} is {value!r}; it must be an integer {limit}")
+
+
+def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, Iterable):
+        raise ValueError(f"{name} is {value!r}; it must be a list")
+    return tuple(value)
 
 
 @dataclass(frozen=True)
@@ -89,13 +97,13 @@ class SamplingParams:
         self._normalize_stops()
 
     def _normalize_stops(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
         for text in stop:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop contains {text!r}; stop strings must be non-empty strings")
         if stop and not self.detokenize:
             raise ValueError("stop strings need detokenize=True, since they are searched in the text")
-        ids = tuple(self.stop_token_ids or ())
+        ids = _as_tuple("stop_token_ids", self.stop_token_ids)
         for token_id in ids:
             if isinstance(token_id, bool) or not hasattr(token_id, "__index__") or int(token_id) < 0:
                 raise ValueError(f"stop_token_ids contains {token_id!r}; token ids are non-negative integers")

@@ -12,6 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from nanoinfer.config import ModelConfig
+from nanoinfer.kernels import reference
+
+# cos and sin of the step's positions, [num_tokens, head_dim / 2] each, in the model's dtype.
+Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass
@@ -46,7 +50,8 @@ class ForwardBatch:
 class KVCache:
     """The pool of keys and values of all layers of one rank.
 
-    data: [2, num_layers, num_blocks, block_size, num_kv_heads, head_dim]; `layer(i)` gives that layer's (keys, values).
+    data: [2, num_layers, num_blocks, num_kv_heads, block_size, head_dim]; `layer(i)` gives that layer's (keys, values).
+    What one sequence and KV head reads of a block is contiguous.
     """
 
     def __init__(self, data: torch.Tensor) -> None:
@@ -58,7 +63,7 @@ class KVCache:
 
     @property
     def block_size(self) -> int:
-        return self.data.shape[3]
+        return self.data.shape[4]
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.data[0, index], self.data[1, index]
@@ -87,12 +92,31 @@ class AttentionBackend(ABC):
         return 2 * num_layers * block_size * self.num_kv_heads * self.head_dim * dtype.itemsize
 
     def allocate(self, num_layers: int, num_blocks: int, block_size: int, dtype: torch.dtype, device: str) -> KVCache:
-        shape = (2, num_layers, num_blocks, block_size, self.num_kv_heads, self.head_dim)
+        shape = (2, num_layers, num_blocks, self.num_kv_heads, block_size, self.head_dim)
         return KVCache(torch.empty(shape, dtype=dtype, device=device))
 
     @abstractmethod
     def plan(self, batch: ForwardBatch, block_size: int) -> object:
         """What depends on the batch but not on the layer. The runner puts it in `batch.plan`."""
+
+    def prepare(
+        self,
+        qkv: torch.Tensor,
+        q_norm: torch.Tensor,
+        k_norm: torch.Tensor,
+        eps: float,
+        rotation: Rotation,
+        kv: tuple[torch.Tensor, torch.Tensor],
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """Norms and rotates queries and keys, stores keys and values, and returns the queries.
+
+        qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]; q_norm, k_norm: [head_dim], the norms' weights.
+        """
+        q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        k = reference.apply_rotary(reference.rms_norm(k, k_norm, eps), *rotation)
+        self.store(k, v, kv, batch)
+        return reference.apply_rotary(reference.rms_norm(q, q_norm, eps), *rotation)
 
     @abstractmethod
     def store(

@@ -86,7 +86,12 @@ class StopStrings:
         if not self._stops:
             return text, None
         if search:
-            matches = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
+            matches = [
+                (start + len(stop), start, stop)
+                for stop in self._stops
+                # What ends within the held text was there when it did not count.
+                if (start := text.find(stop, max(0, len(self._held) - len(stop) + 1))) >= 0
+            ]
             if matches:
                 end, start, stop = min(matches)
                 self._held = ""

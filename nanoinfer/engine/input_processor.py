@@ -34,8 +34,8 @@ class ProcessedPrompt:
 
 def as_prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     """One prompt alone, or several: a list of numbers is one prompt."""
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
+    if isinstance(prompts, (str, Mapping, bytes, bytearray)):
+        return [prompts]  # bytes are refused by name later, not taken for ids
     if isinstance(prompts, np.ndarray):
         return [prompts] if prompts.ndim == 1 else list(prompts)
     items = list(prompts)
@@ -138,7 +138,7 @@ class InputProcessor:
             if ids.ndim != 1:
                 raise ValueError(f"{where} is an array of shape {ids.shape}; token ids form one dimension")
             ids = list(ids)
-        if isinstance(ids, str) or not isinstance(ids, Iterable):
+        if isinstance(ids, (str, bytes, bytearray)) or not isinstance(ids, Iterable):
             raise ValueError(f"{where} is {ids!r}; a prompt is a string, a list of token ids or a dict")
         token_ids = []
         for token_id in ids:

@@ -125,7 +125,7 @@ class OutputProcessor:
         return [request.seq for request in self.requests.values()]
 
     def process(self, sequences: list[Sequence]) -> list[tuple[Sequence, str]]:
-        """Moves on the requests of these sequences. Returns those that a stop string ends, for the scheduler to finish."""
+        """Moves their requests on. Returns those that a stop string ends, for the scheduler to finish."""
         stopped = []
         for seq in sequences:
             request = self.requests.get(seq.seq_id)

@@ -23,7 +23,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
@@ -87,6 +87,8 @@ class MultiprocExecutor(Executor):
         self._poller = select.poll()
         # Runs at close, at garbage collection and at interpreter exit, whichever comes first.
         self._finalizer = weakref.finalize(self, _stop, self._ranks, self._directory)
+        if config.device != "cuda":
+            _build_kernels()
         try:
             for index in range(config.tensor_parallel_size):
                 self._ranks.append(_spawn(index, config.tensor_parallel_size, self.worker_module))
@@ -204,6 +206,14 @@ class _Pending(StepHandle):
 
     def result(self) -> StepResult:
         return self.executor._wait_for_step(self.index, self.deadline)
+
+
+def _build_kernels() -> None:
+    """Compiles the CPU kernels if need be, once for all ranks. What goes wrong, the ranks will find and say."""
+    from nanoinfer.kernels.cpu.build import BuildError, build_kernels
+
+    with suppress(BuildError):
+        build_kernels()
 
 
 def _spawn(index: int, size: int, module: str) -> _Rank:

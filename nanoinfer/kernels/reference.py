@@ -41,8 +41,9 @@ def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 
 
 def store_kv(cache: torch.Tensor, values: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Writes values [T, num_kv_heads, head_dim] to slots [T] of cache [blocks, block_size, num_kv_heads, head_dim]."""
-    cache.flatten(0, 1).index_copy_(0, slot_mapping, values)
+    """Writes values [T, num_kv_heads, head_dim] to slots [T] of cache [blocks, num_kv_heads, block_size, head_dim]."""
+    block_size = cache.shape[2]
+    cache[slot_mapping // block_size, :, slot_mapping % block_size] = values
 
 
 def paged_attention(
@@ -57,17 +58,17 @@ def paged_attention(
     """Causal attention over paged keys and values, sequence by sequence, in float32. The oracle for every backend.
 
     q: [T, num_heads, head_dim], the queries of sequence i at query_start_loc[i]:query_start_loc[i + 1], being the last
-    ones of its seq_lens[i] tokens. k_cache, v_cache: [blocks, block_size, num_kv_heads, head_dim]. block_tables:
+    ones of its seq_lens[i] tokens. k_cache, v_cache: [blocks, num_kv_heads, block_size, head_dim]. block_tables:
     [num_seqs, columns]; columns beyond a sequence's length are not looked at. Returns [T, num_heads, head_dim].
     """
     out = torch.empty_like(q)
-    block_size, num_kv_heads = k_cache.shape[1], k_cache.shape[2]
+    num_kv_heads, block_size = k_cache.shape[1], k_cache.shape[2]
     group = q.shape[1] // num_kv_heads
     for i, seq_len in enumerate(seq_lens.tolist()):
         start, stop = int(query_start_loc[i]), int(query_start_loc[i + 1])
         blocks = block_tables[i, : math.ceil(seq_len / block_size)].long()
-        k = k_cache[blocks].flatten(0, 1)[:seq_len].float().repeat_interleave(group, dim=1)
-        v = v_cache[blocks].flatten(0, 1)[:seq_len].float().repeat_interleave(group, dim=1)
+        k = k_cache[blocks].transpose(1, 2).flatten(0, 1)[:seq_len].float().repeat_interleave(group, dim=1)
+        v = v_cache[blocks].transpose(1, 2).flatten(0, 1)[:seq_len].float().repeat_interleave(group, dim=1)
         scores = torch.einsum("qhd,khd->hqk", q[start:stop].float(), k) * scale
         query_positions = torch.arange(seq_len - (stop - start), seq_len, device=q.device)
         visible = torch.arange(seq_len, device=q.device) <= query_positions.unsqueeze(1)

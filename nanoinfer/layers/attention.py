@@ -1,22 +1,29 @@
-"""The attention layer proper: stores the step's keys and values in its layer of the KV cache, then attends."""
+"""The attention layer proper: norms and rotates q and k, stores k and v in its layer of the KV cache, then attends."""
 
 from __future__ import annotations
 
 import torch
 
-from nanoinfer.attention.base import AttentionBackend, ForwardBatch, KVCache
+from nanoinfer.attention.base import AttentionBackend, ForwardBatch, KVCache, Rotation
+from nanoinfer.layers.norm import RMSNorm
 
 
 class Attention:
-    """q: [T, num_heads, head_dim]; k, v: [T, num_kv_heads, head_dim]; of the rank's own heads. Returns q's shape."""
+    """qkv: [T, num_heads + 2 * num_kv_heads, head_dim], the rank's own heads. Returns [T, num_heads, head_dim]."""
 
     def __init__(self, layer_index: int, backend: AttentionBackend) -> None:
         self.layer_index = layer_index
         self.backend = backend
 
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: KVCache, batch: ForwardBatch
+        self,
+        qkv: torch.Tensor,
+        q_norm: RMSNorm,
+        k_norm: RMSNorm,
+        rotation: Rotation,
+        kv_cache: KVCache,
+        batch: ForwardBatch,
     ) -> torch.Tensor:
         kv = kv_cache.layer(self.layer_index)
-        self.backend.store(k, v, kv, batch)
+        q = self.backend.prepare(qkv, q_norm.weight, k_norm.weight, q_norm.eps, rotation, kv, batch)
         return self.backend.attend(q, kv, batch)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanoinfer.distributed.group import ParallelGroups
+from nanoinfer.kernels.cpu.ops import PackedWeight, kernels_for
 from nanoinfer.layers.shard import ShardSpec, split
 
 
@@ -55,12 +56,28 @@ class VocabParallelEmbedding(_VocabParallel):
 class ParallelLMHead(_VocabParallel):
     """hidden: [num_sampled, hidden_size]. Returns this rank's logits, [num_sampled, num_rows]; padding is -inf."""
 
+    def __init__(self, vocab_size: int, hidden_size: int, *, groups: ParallelGroups, options: dict) -> None:
+        super().__init__(vocab_size, hidden_size, groups=groups, options=options)
+        self._packed: PackedWeight | None = None
+
     def tie_weights(self, embedding: VocabParallelEmbedding) -> None:
         """Uses the embedding's table, which is split the same way."""
         self.weight = embedding.weight
 
+    def pack(self) -> None:
+        """Once, when the weights are loaded. A tied table is then held twice: the embedding needs it as it is."""
+        kernels = kernels_for(self.weight.dtype, self.weight.device.type)
+        if kernels is not None and kernels.has_amx and self.weight.dtype == torch.bfloat16:
+            self._packed = kernels.pack(self.weight)
+            del self.weight
+
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = F.linear(hidden, self.weight)
+        if self._packed is not None:
+            kernels = kernels_for(hidden.dtype, hidden.device.type)
+            assert kernels is not None
+            logits = kernels.linear(hidden, self._packed)
+        else:
+            logits = F.linear(hidden, self.weight)
         logits[:, self.num_owned :] = float("-inf")
         return logits
 

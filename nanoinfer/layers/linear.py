@@ -20,6 +20,8 @@ from torch import nn
 
 from nanoinfer.config import heads_of_rank
 from nanoinfer.distributed.group import ParallelGroups
+from nanoinfer.kernels.cpu.ops import CPUKernels, PackedWeight, kernels_for
+from nanoinfer.layers.activation import silu_and_mul
 from nanoinfer.layers.shard import ShardSpec, split
 
 
@@ -41,7 +43,32 @@ class LinearMethod:
         """Called once when the weights are loaded."""
 
     def apply(self, layer: ParallelLinear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return F.linear(x, layer.weight, bias)
+        y = F.linear(x, layer.weight, bias)
+        return silu_and_mul(y) if layer.gated else y
+
+
+class PackedLinearMethod(LinearMethod):
+    """bf16 on a CPU with AMX: weights in the kernel's order, once they are loaded; SiLU-and-mul in the same pass."""
+
+    def __init__(self, kernels: CPUKernels) -> None:
+        self._kernels = kernels
+        self._packed: PackedWeight | None = None
+
+    def pack(self, layer: ParallelLinear) -> None:
+        self._packed = self._kernels.pack(layer.weight, layer.gated)
+        del layer.weight
+
+    def apply(self, layer: ParallelLinear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if self._packed is None:
+            return super().apply(layer, x, bias)
+        return self._kernels.linear(x, self._packed, bias)
+
+
+def select_linear_method(dtype: torch.dtype, device: str) -> LinearMethod:
+    kernels = kernels_for(dtype, device)
+    if kernels is not None and kernels.has_amx and dtype == torch.bfloat16:
+        return PackedLinearMethod(kernels)
+    return LinearMethod()
 
 
 class ParallelLinear(nn.Module):
@@ -49,13 +76,15 @@ class ParallelLinear(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    # Whether the outputs are a gate and what it is multiplied with: y = silu(first half) * second half.
+    gated: bool = False
 
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool, groups: ParallelGroups, options: dict
     ) -> None:
         super().__init__()
         self.tp = groups.tp
-        self.method = LinearMethod()
+        self.method = select_linear_method(**options)
         self.method.create(self, out_features, in_features, options)
         self.bias = nn.Parameter(torch.empty(out_features, **options), requires_grad=False) if bias else None
 
@@ -74,12 +103,22 @@ class ParallelLinear(nn.Module):
 class MergedColumnParallelLinear(ParallelLinear):
     """y = x W^T + b for several W of `out_sizes` outputs with the same input; a rank's y is its part of each in turn.
 
-    x: [T, in_features]; returns [T, sum(out_sizes) / size].
+    x: [T, in_features]; returns [T, sum(out_sizes) / size]. gated: there are two W of one size and no bias, and what is
+    returned is silu(first) * second, [T, out_size / size].
     """
 
     def __init__(
-        self, in_features: int, out_sizes: list[int], *, bias: bool = False, groups: ParallelGroups, options: dict
+        self,
+        in_features: int,
+        out_sizes: list[int],
+        *,
+        bias: bool = False,
+        gated: bool = False,
+        groups: ParallelGroups,
+        options: dict,
     ) -> None:
+        assert not gated or (len(set(out_sizes)) == 1 and len(out_sizes) == 2 and not bias)
+        self.gated = gated
         self.out_sizes = out_sizes
         self.parts = [divide("output size", size, groups.tp.size) for size in out_sizes]
         super().__init__(in_features, sum(self.parts), bias=bias, groups=groups, options=options)

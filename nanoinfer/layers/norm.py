@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from nanoinfer.kernels import reference
+from nanoinfer.kernels.cpu.ops import kernels_for
 from nanoinfer.layers.shard import ShardSpec, whole
 
 
@@ -18,12 +19,17 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(size, **options), requires_grad=False)
+        self._kernels = kernels_for(**options)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._kernels is not None:
+            return self._kernels.rms_norm(x.contiguous(), self.weight, self.eps)
         return reference.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(x + residual), x + residual)."""
+        """(norm(x + residual), x + residual); `residual` may be overwritten."""
+        if self._kernels is not None:
+            return self._kernels.rms_norm(x.contiguous(), self.weight, self.eps, residual), residual
         return reference.add_rms_norm(x, residual, self.weight, self.eps)
 
     def shards(self, name: str) -> Iterator[ShardSpec]:

@@ -11,7 +11,6 @@ import math
 import torch
 
 from nanoinfer.config import ModelConfig, YarnScaling
-from nanoinfer.kernels import reference
 
 
 class RotaryEmbedding:
@@ -30,9 +29,6 @@ class RotaryEmbedding:
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         angles = positions.float().unsqueeze(-1) * self.inv_freq
         return (angles.cos() * self.amplitude).to(self.dtype), (angles.sin() * self.amplitude).to(self.dtype)
-
-
-apply_rotary = reference.apply_rotary
 
 
 def _yarn_frequencies(inv_freq: torch.Tensor, head_dim: int, theta: float, yarn: YarnScaling) -> torch.Tensor:

@@ -99,8 +99,8 @@ def sample(
 ) -> tuple[list[int], dict[int, TokenLogprobs]]:
     """logits: [num_rows, columns], any float dtype, not modified; the rank's slice of the vocabulary (default: all).
 
-    Returns ids and, by row, log-probabilities; the same on every rank. Raises FloatingPointError if a row has NaN: then
-    the model has overflowed, and any token would be noise.
+    Returns ids and, by row, log-probabilities; the same on every rank. Raises FloatingPointError if a row has NaN or no
+    finite maximum: then the model has overflowed, and any token would be noise.
     """
     shard = shard or VocabShard()
     token_ids: list[int] = []
@@ -148,12 +148,12 @@ def _choose(processed: torch.Tensor, rows: range, batch: SamplingBatch, shard: V
     best_rank = summary[:, :, 0].argmax(dim=1, keepdim=True)
     best = summary[:, :, 0].gather(1, best_rank)
     greedy = summary[:, :, 1].gather(1, best_rank).squeeze(1).long()
-    if bool(best.isnan().any()):
+    if not bool(best.isfinite().all()):
         raise FloatingPointError(
-            "the model's logits contain NaN; float16 overflows on models trained in bfloat16: use dtype='bfloat16' or "
-            "'float32'"
+            "the model's logits contain NaN or infinity; float16 overflows on models trained in bfloat16: use "
+            "dtype='bfloat16' or 'float32'"
         )
-    temperature = _column(batch.temperature, rows).float()
+    temperature = _column(batch.temperature, rows).clamp(max=torch.finfo(torch.float32).max).float()
     is_random = (temperature > 0).squeeze(1)
     if not bool(is_random.any()):
         return greedy

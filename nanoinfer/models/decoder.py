@@ -11,17 +11,15 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from nanoinfer.attention.base import AttentionBackend, ForwardBatch, KVCache
+from nanoinfer.attention.base import AttentionBackend, ForwardBatch, KVCache, Rotation
 from nanoinfer.config import ModelConfig
 from nanoinfer.distributed.group import ParallelGroups
 from nanoinfer.layers.attention import Attention
 from nanoinfer.layers.embedding import VocabParallelEmbedding
 from nanoinfer.layers.linear import QKVParallelLinear, RowParallelLinear
 from nanoinfer.layers.norm import RMSNorm
-from nanoinfer.layers.rotary import RotaryEmbedding, apply_rotary
+from nanoinfer.layers.rotary import RotaryEmbedding
 from nanoinfer.layers.shard import ShardSpec
-
-Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 class DecoderMLP(nn.Module):
@@ -60,12 +58,8 @@ class DecoderAttention(nn.Module):
         self.attention = Attention(layer_index, backend)
 
     def forward(self, hidden: torch.Tensor, rotation: Rotation, kv_cache: KVCache, batch: ForwardBatch) -> torch.Tensor:
-        num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
-        qkv = self.qkv_proj(hidden).unflatten(-1, (num_heads + 2 * num_kv_heads, self.head_dim))
-        q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-        q = apply_rotary(self.q_norm(q), *rotation)
-        k = apply_rotary(self.k_norm(k), *rotation)
-        return self.o_proj(self.attention(q, k, v, kv_cache, batch).flatten(1))
+        qkv = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
+        return self.o_proj(self.attention(qkv, self.q_norm, self.k_norm, rotation, kv_cache, batch).flatten(1))
 
     def shards(self, prefix: str) -> Iterator[ShardSpec]:
         yield from self.qkv_proj.shards([f"{prefix}.{name}_proj" for name in "qkv"])

@@ -10,7 +10,6 @@ from torch import nn
 from nanoinfer.attention.base import AttentionBackend, ForwardBatch, KVCache
 from nanoinfer.config import ModelConfig
 from nanoinfer.distributed.group import ParallelGroups
-from nanoinfer.layers.activation import silu_and_mul
 from nanoinfer.layers.embedding import ParallelLMHead
 from nanoinfer.layers.linear import MergedColumnParallelLinear, ParallelLinear, RowParallelLinear
 from nanoinfer.layers.shard import ShardSpec
@@ -23,11 +22,13 @@ class Qwen3MLP(DecoderMLP):
     def __init__(self, config: ModelConfig, groups: ParallelGroups, options: dict) -> None:
         super().__init__()
         hidden, inner = config.hidden_size, config.intermediate_size
-        self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner, inner], groups=groups, options=options)
+        self.gate_up_proj = MergedColumnParallelLinear(
+            hidden, [inner, inner], gated=True, groups=groups, options=options
+        )
         self.down_proj = RowParallelLinear(inner, hidden, groups=groups, options=options)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(silu_and_mul(self.gate_up_proj(x)))
+        return self.down_proj(self.gate_up_proj(x))
 
     def shards(self, prefix: str) -> Iterator[ShardSpec]:
         yield from self.gate_up_proj.shards([f"{prefix}.gate_proj", f"{prefix}.up_proj"])
@@ -65,7 +66,7 @@ class Qwen3ForCausalLM(nn.Module):
             yield from self.lm_head.shards("lm_head")
 
     def pack(self) -> None:
-        """Once, when the weights are loaded: lets each linear layer rearrange its own."""
+        """Once, when the weights are loaded: lets each linear layer and the head rearrange its own."""
         for module in self.modules():
-            if isinstance(module, ParallelLinear):
+            if isinstance(module, (ParallelLinear, ParallelLMHead)):
                 module.pack()

@@ -1,0 +1,67 @@
+"""Compiles kernels.cpp once per source, compiler and processor, into the user's cache directory. Loads no torch.
+
+Called by `ops.py` in the process that computes, and by the multi-process executor before it starts ranks, so that they
+find it done. Several processes may ask at once: one compiles under a lock, and the library appears by an atomic rename.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+_FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-std=c++17", "-w"]
+
+
+class BuildError(RuntimeError):
+    """There is no usable compiler, or it failed; the message says which."""
+
+
+def build_kernels(cache: Path | None = None) -> Path:
+    """The path of the compiled library. Raises BuildError."""
+    compiler = shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
+    if compiler is None:
+        raise BuildError("there is no C++ compiler (g++ or clang++) on the PATH")
+    cache = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanoinfer"
+    library = cache / f"kernels-{_key(compiler)}.so"
+    if library.is_file():
+        return library
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with (cache / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not library.is_file():
+                _compile(compiler, library)
+    except OSError as error:
+        raise BuildError(f"the kernels cannot be written to {cache}: {error}") from error
+    return library
+
+
+def _compile(compiler: str, library: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=library.parent) as directory:
+        compiled, linked = Path(directory, "kernels.o"), Path(directory, "kernels.so")
+        # Linked without -fopenmp: its symbols are to come from the OpenMP runtime that torch has loaded.
+        for command in (
+            [compiler, *_FLAGS, "-c", str(SOURCE), "-o", str(compiled)],
+            [compiler, "-shared", "-Wl,-z,now", str(compiled), "-o", str(linked)],
+        ):
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode != 0:
+                raise BuildError(f"{' '.join(command)} failed: {done.stderr.strip()[-500:]}")
+        os.replace(linked, library)
+
+
+def _key(compiler: str) -> str:
+    """Names a library by all that it depends on."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = next((line for line in cpuinfo.read_text().splitlines() if line.startswith(("flags", "Features"))), "")
+    digest = hashlib.sha256()
+    for part in (SOURCE.read_text(), version, flags, " ".join(_FLAGS)):
+        digest.update(part.encode() + b"\0")
+    return digest.hexdigest()[:16]

@@ -1,0 +1,555 @@
+// The CPU kernels: linear layers on packed bf16 weights (AMX), paged decode attention, and the small fused steps between
+// them. Plain C interface for ctypes; compiled at first use by build.py for the processor at hand. Every function has its
+// plain torch twin in ../reference.py. Tensors are dense unless a stride is passed; strides count elements.
+//
+// OpenMP's symbols are left undefined at link time and come from the runtime that torch has loaded: two OpenMP runtimes
+// in one process would fight for the cores.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <immintrin.h>
+#include <omp.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+typedef uint16_t bf16;
+
+static inline float to_float(bf16 x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+static inline float to_float(float x) { return x; }
+
+template <typename T> static inline T from_float(float x);
+template <> inline float from_float<float>(float x) { return x; }
+template <> inline bf16 from_float<bf16>(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    if ((bits & 0x7fffffff) > 0x7f800000) return (bf16)((bits >> 16) | 0x40);  // NaN stays NaN
+    return (bf16)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);                 // to nearest, ties to even
+}
+
+template <typename T> static inline float rounded(float x) { return to_float(from_float<T>(x)); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Linear layers. A packed weight is a row of strips, each holding 32 outputs for all inputs:
+//     [strip][input / 32][2 halves of 16 outputs][16 pairs of inputs][16 outputs][2 inputs]
+// One [16][16][2] piece is an AMX tile; a strip is read from front to back, so memory sees one stream per thread.
+
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#define HAVE_AMX 1
+
+struct TileConfig {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {0};
+    uint16_t bytes_per_row[16] = {0};
+    uint8_t rows[16] = {0};
+};
+
+static void configure_tiles() {
+    TileConfig config;
+    for (int i = 0; i < 8; ++i) config.rows[i] = 16, config.bytes_per_row[i] = 64;
+    _tile_loadconfig(&config);
+}
+
+// Rows of activations that are multiplied in one go: their packed form stays in the L2 cache while strips go by.
+static const int64_t ROWS_AT_ONCE = 256;
+
+// x [rows, k] to tiles [rows / 16][k / 32][16][32], zero-padded.
+static void pack_rows(const bf16 *x, int64_t rows, int64_t k, int64_t row_stride, int64_t tile_row, bf16 *packed) {
+    const int64_t k_tiles = (k + 31) / 32;
+    bf16 *out = packed + tile_row * k_tiles * 512;
+    for (int64_t kt = 0; kt < k_tiles; ++kt)
+        for (int64_t r = 0; r < 16; ++r, out += 32) {
+            const int64_t row = tile_row * 16 + r;
+            const int64_t count = row < rows ? std::min<int64_t>(32, k - kt * 32) : 0;
+            if (count == 32) {
+                _mm512_storeu_si512(out, _mm512_loadu_si512(x + row * row_stride + kt * 32));
+            } else {
+                memset(out, 0, 64);
+                if (count > 0) memcpy(out, x + row * row_stride + kt * 32, count * 2);
+            }
+        }
+}
+
+// 16 or 32 rows (tiles a0, a1) by one strip; sums [2 row tiles][2 halves][16][16] float32.
+template <bool TWO> static void multiply(const bf16 *a, int64_t k_tiles, const bf16 *strip, bool prefetch, float *sums) {
+    const bf16 *a1 = a + k_tiles * 512;
+    _tile_zero(0);
+    _tile_zero(1);
+    if (TWO) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int64_t kt = 0; kt < k_tiles; ++kt) {
+        const bf16 *b = strip + kt * 1024;
+        if (prefetch)
+            for (int line = 0; line < 32; ++line) _mm_prefetch((const char *)b + 8192 + line * 64, _MM_HINT_T0);
+        _tile_loadd(6, b, 64);
+        _tile_loadd(4, a + kt * 512, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, b + 512, 64);
+        _tile_dpbf16ps(1, 4, 7);
+        if (TWO) {
+            _tile_loadd(5, a1 + kt * 512, 64);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, sums, 64);
+    _tile_stored(1, sums + 256, 64);
+    if (TWO) {
+        _tile_stored(2, sums + 512, 64);
+        _tile_stored(3, sums + 768, 64);
+    }
+}
+
+static inline __m512 silu(__m512 x);
+
+static inline void store_bf16(bf16 *out, __m512 values, int64_t count) {
+    const __m256i packed = (__m256i)_mm512_cvtneps_pbh(values);
+    if (count >= 16) _mm256_storeu_si256((__m256i *)out, packed);
+    else if (count > 0) _mm256_mask_storeu_epi16(out, (__mmask16)((1u << count) - 1), packed);
+}
+
+static inline __m512 load_bias(const bf16 *bias, int64_t column, int64_t n) {
+    const int64_t count = std::min<int64_t>(16, n - column);
+    if (!bias || count <= 0) return _mm512_setzero_ps();
+    const __mmask16 mask = count == 16 ? (__mmask16)0xffff : (__mmask16)((1u << count) - 1);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, bias + column)), 16));
+}
+
+// One strip's sums of up to 32 rows to the output. Gated: the halves are gate and up of the same 16 outputs.
+static void finish(const float *sums, int64_t rows, int64_t strip, int64_t n, const bf16 *bias, bool gated, bf16 *out,
+                   int64_t out_stride) {
+    const int64_t column = strip * (gated ? 16 : 32);
+    const __m512 bias0 = load_bias(bias, column, n), bias1 = load_bias(bias, column + 16, n);
+    for (int64_t r = 0; r < rows; ++r) {
+        const float *row = sums + (r / 16) * 512 + (r % 16) * 16;
+        const __m512 first = _mm512_load_ps(row), second = _mm512_load_ps(row + 256);
+        bf16 *target = out + r * out_stride + column;
+        if (gated) {
+            store_bf16(target, _mm512_mul_ps(silu(first), second), n - column);
+        } else {
+            store_bf16(target, _mm512_add_ps(first, bias0), n - column);
+            store_bf16(target + 16, _mm512_add_ps(second, bias1), n - column - 16);
+        }
+    }
+}
+
+extern "C" void linear_bf16(const bf16 *x, int64_t m, int64_t k, int64_t x_stride, const bf16 *packed, int64_t n,
+                            const bf16 *bias, int gated, bf16 *out, int64_t out_stride, bf16 *scratch) {
+    const int64_t k_tiles = (k + 31) / 32, strips = gated ? (n + 15) / 16 : (n + 31) / 32;
+#pragma omp parallel
+    {
+        configure_tiles();
+        alignas(64) float sums[1024];
+        for (int64_t start = 0; start < m; start += ROWS_AT_ONCE) {
+            const int64_t rows = std::min(ROWS_AT_ONCE, m - start);
+#pragma omp for schedule(static)
+            for (int64_t tile_row = 0; tile_row < (rows + 31) / 32 * 2; ++tile_row)
+                pack_rows(x + start * x_stride, rows, k, x_stride, tile_row, scratch);
+#pragma omp for schedule(static)
+            for (int64_t strip = 0; strip < strips; ++strip) {
+                const bf16 *weights = packed + strip * k_tiles * 1024;
+                for (int64_t r = 0; r < rows; r += 32) {
+                    const bf16 *a = scratch + (r / 16) * k_tiles * 512;
+                    if (rows - r > 16) multiply<true>(a, k_tiles, weights, r == 0, sums);
+                    else multiply<false>(a, k_tiles, weights, r == 0, sums);
+                    finish(sums, std::min<int64_t>(32, rows - r), strip, n, bias, gated, out + (start + r) * out_stride,
+                           out_stride);
+                }
+            }
+        }
+        _tile_release();
+    }
+}
+
+// w [n, k] to strips. Gated: w is [2 n, k], gate first, and a strip takes 16 rows of each.
+extern "C" void pack_bf16(const bf16 *w, int64_t n, int64_t k, int64_t w_stride, int gated, bf16 *packed) {
+    const int64_t k_tiles = (k + 31) / 32, strips = gated ? (n + 15) / 16 : (n + 31) / 32;
+#pragma omp parallel for schedule(static)
+    for (int64_t strip = 0; strip < strips; ++strip)
+        for (int64_t kt = 0; kt < k_tiles; ++kt)
+            for (int64_t half = 0; half < 2; ++half) {
+                bf16 *tile = packed + ((strip * k_tiles + kt) * 2 + half) * 512;
+                for (int64_t c = 0; c < 16; ++c) {
+                    const int64_t column = gated ? strip * 16 + c : strip * 32 + half * 16 + c;
+                    const bf16 *row = w + (gated ? column + half * n : column) * w_stride;
+                    for (int64_t i = 0; i < 32; ++i) {
+                        const int64_t input = kt * 32 + i;
+                        tile[(i / 2) * 32 + c * 2 + i % 2] = column < n && input < k ? row[input] : 0;
+                    }
+                }
+            }
+}
+#endif
+
+// 1 if this process may use AMX, asking the kernel for the permission; 0 otherwise.
+extern "C" int enable_amx() {
+#ifdef HAVE_AMX
+    const int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+#else
+    return 0;
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// exp, by Cody-Waite reduction and a polynomial of degree 6 (Cephes' coefficients); relative error about 1e-7.
+
+#if defined(__AVX512F__)
+static inline __m512 exp512(__m512 x) {
+    x = _mm512_max_ps(x, _mm512_set1_ps(-87.0f));
+    const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
+    p = _mm512_fmadd_ps(_mm512_mul_ps(p, r), r, _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
+    return _mm512_scalef_ps(p, n);
+}
+#endif
+#ifdef HAVE_AMX
+static inline __m512 silu(__m512 x) {
+    // exp of at most 87, so that the quotient cannot become 0 / inf's opposite.
+    const __m512 e = exp512(_mm512_min_ps(_mm512_sub_ps(_mm512_setzero_ps(), x), _mm512_set1_ps(87.0f)));
+    return _mm512_div_ps(x, _mm512_add_ps(e, _mm512_set1_ps(1.0f)));
+}
+#endif
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Paged decode attention: one query token per sequence, each key and value read once for all query heads of its group.
+// Caches are [blocks][kv_heads][block_size][head_dim]: what one (sequence, KV head) reads is contiguous within a block.
+// Online softmax (Milakov and Gimelshein, 2018) over blocks; long contexts of small batches are split, and joined at the
+// end (Flash-Decoding, Dao et al., 2023).
+
+static const int MAX_GROUP = 16;
+static const int CHUNK = 16;  // tokens scored together
+
+struct AttentionShape {
+    int64_t num_heads, num_kv_heads, head_dim, block_size;
+    float scale;
+};
+
+template <typename T> struct Head {
+    // scores[g][t] = q[g] . k[t] for up to CHUNK tokens
+    static void score(const T *q, int group, int64_t head_dim, const T *k, int count, float (*scores)[CHUNK]) {
+        for (int t = 0; t < count; ++t)
+            for (int g = 0; g < group; ++g) {
+                float sum = 0;
+#pragma omp simd reduction(+ : sum)
+                for (int64_t d = 0; d < head_dim; ++d) sum += to_float(q[g * head_dim + d]) * to_float(k[t * head_dim + d]);
+                scores[g][t] = sum;
+            }
+    }
+    // acc[g][d] += sum over t of p[g][t] * v[t][d]
+    static void weigh(const float (*p)[CHUNK], int group, int64_t head_dim, const T *v, int count, float *acc) {
+        for (int t = 0; t < count; ++t)
+            for (int g = 0; g < group; ++g) {
+                const float weight = p[g][t];
+#pragma omp simd
+                for (int64_t d = 0; d < head_dim; ++d) acc[g * head_dim + d] += weight * to_float(v[t * head_dim + d]);
+            }
+    }
+};
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+static inline __m512bh load_bh(const bf16 *p) { return (__m512bh)_mm512_loadu_si512(p); }
+
+// Sums the 16 lanes of each of 16 vectors: lane i of the result belongs to v[i].
+static inline __m512 transpose_sum(__m512 *v) {
+    for (int i = 0; i < 8; ++i)
+        v[i] = _mm512_add_ps(_mm512_shuffle_f32x4(v[i], v[i + 8], 0x44), _mm512_shuffle_f32x4(v[i], v[i + 8], 0xee));
+    for (int i = 0; i < 4; ++i)
+        v[i] = _mm512_add_ps(_mm512_shuffle_f32x4(v[i], v[i + 4], 0x88), _mm512_shuffle_f32x4(v[i], v[i + 4], 0xdd));
+    for (int i = 0; i < 2; ++i)
+        v[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[i], v[i + 2]), _mm512_unpackhi_ps(v[i], v[i + 2]));
+    const __m512 sum = _mm512_add_ps(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
+    // The 128-bit lanes now hold vectors {0, 4, 8, 12} + lane order of the shuffles; see the index below.
+    return sum;
+}
+
+template <int DIM> static void score_bf16(const bf16 *q, int group, const bf16 *k, int count, float (*scores)[CHUNK]) {
+    for (int g = 0; g < group; ++g) {
+        __m512bh query[DIM / 32];
+        for (int i = 0; i < DIM / 32; ++i) query[i] = load_bh(q + g * DIM + i * 32);
+        __m512 sums[CHUNK];
+        for (int t = 0; t < CHUNK; ++t) {
+            sums[t] = _mm512_setzero_ps();
+            if (t >= count) continue;
+            for (int i = 0; i < DIM / 32; ++i) sums[t] = _mm512_dpbf16_ps(sums[t], query[i], load_bh(k + t * DIM + i * 32));
+        }
+        alignas(64) float lanes[16];
+        _mm512_store_ps(lanes, transpose_sum(sums));
+        // unpacklo/hi interleave: within a 128-bit lane come vectors 0, 1, 2, 3 of the last four (0, 1 from unpack of
+        // v0 and v1, which themselves hold 0, 2 and 1, 3); lanes come from 0, 4, 8, 12.
+        static const int from[16] = {0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15};
+        for (int t = 0; t < CHUNK; ++t) scores[g][t] = lanes[from[t]];
+    }
+}
+
+// Two tokens at a time: their values are interleaved so that one dot-product instruction adds both.
+template <int DIM> static void weigh_bf16(const float (*p)[CHUNK], int group, const bf16 *v, int count, float *acc) {
+    const int VECTORS = DIM / 32;
+    for (int g = 0; g < group; ++g) {
+        __m512 sums[2 * VECTORS];
+        for (int i = 0; i < 2 * VECTORS; ++i) sums[i] = _mm512_load_ps(acc + g * DIM + i * 16);
+        for (int t = 0; t < count; t += 2) {
+            const uint32_t low = from_float<bf16>(p[g][t]), high = t + 1 < count ? from_float<bf16>(p[g][t + 1]) : 0;
+            const __m512bh weights = (__m512bh)_mm512_set1_epi32((int)(low | high << 16));
+            const bf16 *next = t + 1 < count ? v + (t + 1) * DIM : v + t * DIM;
+            for (int i = 0; i < VECTORS; ++i) {
+                const __m512i a = _mm512_loadu_si512(v + t * DIM + i * 32), b = _mm512_loadu_si512(next + i * 32);
+                sums[2 * i] = _mm512_dpbf16_ps(sums[2 * i], weights, (__m512bh)_mm512_unpacklo_epi16(a, b));
+                sums[2 * i + 1] = _mm512_dpbf16_ps(sums[2 * i + 1], weights, (__m512bh)_mm512_unpackhi_epi16(a, b));
+            }
+        }
+        for (int i = 0; i < 2 * VECTORS; ++i) _mm512_store_ps(acc + g * DIM + i * 16, sums[i]);
+    }
+}
+
+// weigh_bf16 leaves 32 values as two vectors, with the 128-bit lanes' first and second quads apart.
+template <int DIM> static void unscramble(float *acc, int group) {
+    alignas(64) float plain[32];
+    for (int64_t start = 0; start < (int64_t)group * DIM; start += 32) {
+        for (int lane = 0; lane < 4; ++lane)
+            for (int j = 0; j < 4; ++j) {
+                plain[lane * 8 + j] = acc[start + lane * 4 + j];
+                plain[lane * 8 + 4 + j] = acc[start + 16 + lane * 4 + j];
+            }
+        memcpy(acc + start, plain, sizeof plain);
+    }
+}
+#define FAST_BF16 1
+#endif
+
+// One (sequence, KV head) over tokens [start, stop): the unnormalized output acc [group][head_dim], and each head's
+// maximum and sum of weights.
+template <typename T, int DIM>
+static void attend_range(const T *q, int group, const AttentionShape &shape, const T *k_cache, const T *v_cache,
+                         const int32_t *blocks, int64_t kv_head, int64_t start, int64_t stop, float *acc, float *maxima,
+                         float *sums) {
+    const int64_t head_dim = DIM ? DIM : shape.head_dim;
+    memset(acc, 0, sizeof(float) * group * head_dim);
+    std::fill(maxima, maxima + group, -INFINITY);
+    std::fill(sums, sums + group, 0.0f);
+    alignas(64) float scores[MAX_GROUP][CHUNK];
+    for (int64_t token = start; token < stop;) {
+        const int64_t offset = token % shape.block_size;
+        const int count = (int)std::min<int64_t>(std::min<int64_t>(CHUNK, stop - token), shape.block_size - offset);
+        const int64_t at = ((blocks[token / shape.block_size] * shape.num_kv_heads + kv_head) * shape.block_size + offset) * head_dim;
+        const T *k = k_cache + at, *v = v_cache + at;
+#ifdef FAST_BF16
+        if constexpr (DIM != 0) score_bf16<DIM>((const bf16 *)q, group, (const bf16 *)k, count, scores);
+        else
+#endif
+            Head<T>::score(q, group, head_dim, k, count, scores);
+        for (int g = 0; g < group; ++g) {
+            float maximum = maxima[g];
+            for (int t = 0; t < count; ++t) maximum = std::max(maximum, scores[g][t] *= shape.scale);
+            const float shrink = maxima[g] == -INFINITY ? 0.0f : std::exp(maxima[g] - maximum);
+            float sum = 0;
+#if defined(__AVX512F__)
+            const __mmask16 mask = (__mmask16)((1u << count) - 1);
+            const __m512 p = _mm512_maskz_mov_ps(mask, exp512(_mm512_sub_ps(_mm512_load_ps(scores[g]), _mm512_set1_ps(maximum))));
+            _mm512_store_ps(scores[g], p);
+            sum = _mm512_reduce_add_ps(p);
+#else
+            for (int t = 0; t < count; ++t) sum += scores[g][t] = std::exp(scores[g][t] - maximum);
+#endif
+            sums[g] = sums[g] * shrink + sum;
+            if (shrink != 1.0f && maxima[g] != -INFINITY) {
+#pragma omp simd
+                for (int64_t d = 0; d < head_dim; ++d) acc[g * head_dim + d] *= shrink;
+            }
+            maxima[g] = maximum;
+        }
+#ifdef FAST_BF16
+        if constexpr (DIM != 0) weigh_bf16<DIM>(scores, group, (const bf16 *)v, count, acc);
+        else
+#endif
+            Head<T>::weigh(scores, group, head_dim, v, count, acc);
+        token += count;
+    }
+#ifdef FAST_BF16
+    if constexpr (DIM != 0) unscramble<DIM>(acc, group);
+#endif
+}
+
+// rows[i]: the token of q and out that is sequence i's query. scratch: num_seqs * num_heads * splits * (head_dim + 2)
+// floats, and 16 more.
+template <typename T, int DIM>
+static void paged_decode(const T *q, const T *k_cache, const T *v_cache, const int32_t *block_tables, int64_t table_stride,
+                         const int32_t *seq_lens, const int64_t *rows, int64_t num_seqs, const AttentionShape &shape,
+                         int64_t splits, float *scratch, T *out) {
+    const int group = (int)(shape.num_heads / shape.num_kv_heads);
+    const int64_t head_dim = shape.head_dim, per_item = group * (head_dim + 2);
+    scratch = (float *)(((uintptr_t)scratch + 63) & ~(uintptr_t)63);
+    const int64_t items = num_seqs * shape.num_kv_heads * splits;
+#pragma omp parallel
+    {
+        alignas(64) float acc[MAX_GROUP * 256], maxima[MAX_GROUP], sums[MAX_GROUP];
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t item = 0; item < items; ++item) {
+            const int64_t split = item % splits, kv_head = item / splits % shape.num_kv_heads;
+            const int64_t seq = item / splits / shape.num_kv_heads, len = seq_lens[seq];
+            const int64_t length = ((len + splits - 1) / splits + CHUNK - 1) / CHUNK * CHUNK;
+            const int64_t start = std::min(len, split * length), stop = std::min(len, start + length);
+            const int64_t at = (rows[seq] * shape.num_heads + kv_head * group) * head_dim;
+            attend_range<T, DIM>(q + at, group, shape, k_cache, v_cache, block_tables + seq * table_stride, kv_head, start,
+                                 stop, acc, maxima, sums);
+            if (splits == 1) {
+                for (int g = 0; g < group; ++g) {
+                    const float factor = 1.0f / sums[g];
+                    for (int64_t d = 0; d < head_dim; ++d)
+                        out[at + g * head_dim + d] = from_float<T>(acc[g * head_dim + d] * factor);
+                }
+            } else {
+                float *part = scratch + item * per_item;
+                memcpy(part, acc, sizeof(float) * group * head_dim);
+                memcpy(part + group * head_dim, maxima, sizeof(float) * group);
+                memcpy(part + group * head_dim + group, sums, sizeof(float) * group);
+            }
+        }
+        if (splits > 1) {
+#pragma omp for schedule(static)
+            for (int64_t head = 0; head < num_seqs * shape.num_heads; ++head) {
+                const int64_t seq = head / shape.num_heads, h = head % shape.num_heads, g = h % group;
+                const float *parts = scratch + (seq * shape.num_kv_heads + h / group) * splits * per_item;
+                float maximum = -INFINITY, total = 0;
+                for (int64_t s = 0; s < splits; ++s)
+                    maximum = std::max(maximum, parts[s * per_item + group * head_dim + g]);
+                memset(acc, 0, sizeof(float) * head_dim);
+                for (int64_t s = 0; s < splits; ++s) {
+                    const float *part = parts + s * per_item;
+                    const float weight = std::exp(part[group * head_dim + g] - maximum);
+                    total += weight * part[group * head_dim + group + g];
+                    for (int64_t d = 0; d < head_dim; ++d) acc[d] += weight * part[g * head_dim + d];
+                }
+                T *target = out + (rows[seq] * shape.num_heads + h) * head_dim;
+                for (int64_t d = 0; d < head_dim; ++d) target[d] = from_float<T>(acc[d] / total);
+            }
+        }
+    }
+}
+
+extern "C" void paged_decode_f32(const float *q, const float *k, const float *v, const int32_t *block_tables,
+                                 int64_t table_stride, const int32_t *seq_lens, const int64_t *rows, int64_t num_seqs,
+                                 int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t block_size, float scale,
+                                 int64_t splits, float *scratch, float *out) {
+    const AttentionShape shape = {num_heads, num_kv_heads, head_dim, block_size, scale};
+    paged_decode<float, 0>(q, k, v, block_tables, table_stride, seq_lens, rows, num_seqs, shape, splits, scratch, out);
+}
+
+extern "C" void paged_decode_bf16(const bf16 *q, const bf16 *k, const bf16 *v, const int32_t *block_tables,
+                                  int64_t table_stride, const int32_t *seq_lens, const int64_t *rows, int64_t num_seqs,
+                                  int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t block_size, float scale,
+                                  int64_t splits, float *scratch, bf16 *out) {
+    const AttentionShape shape = {num_heads, num_kv_heads, head_dim, block_size, scale};
+#ifdef FAST_BF16
+    if (head_dim == 128)
+        return paged_decode<bf16, 128>(q, k, v, block_tables, table_stride, seq_lens, rows, num_seqs, shape, splits, scratch, out);
+    if (head_dim == 64)
+        return paged_decode<bf16, 64>(q, k, v, block_tables, table_stride, seq_lens, rows, num_seqs, shape, splits, scratch, out);
+#endif
+    paged_decode<bf16, 0>(q, k, v, block_tables, table_stride, seq_lens, rows, num_seqs, shape, splits, scratch, out);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Norms, rotary embedding, KV store. Rounded to the tensors' type where the twin rounds.
+
+template <typename T> static float inverse_rms(const T *x, int64_t size, float eps) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < size; ++i) sum += to_float(x[i]) * to_float(x[i]);
+    return 1.0f / std::sqrt(sum / size + eps);
+}
+
+template <typename T> static void normalize(const T *x, const T *weight, int64_t size, float eps, T *out) {
+    const float factor = inverse_rms(x, size, eps);
+#pragma omp simd
+    for (int64_t i = 0; i < size; ++i) out[i] = from_float<T>(rounded<T>(to_float(x[i]) * factor) * to_float(weight[i]));
+}
+
+// residual (may be null) += x, then out = norm(residual); without one, out = norm(x).
+template <typename T>
+static void rms_norm(const T *x, T *residual, const T *weight, int64_t rows, int64_t size, float eps, T *out) {
+#pragma omp parallel for schedule(static) if (rows > 4)
+    for (int64_t row = 0; row < rows; ++row) {
+        const T *source = x + row * size;
+        if (residual) {
+            T *sum = residual + row * size;
+#pragma omp simd
+            for (int64_t i = 0; i < size; ++i) sum[i] = from_float<T>(to_float(source[i]) + to_float(sum[i]));
+            source = sum;
+        }
+        normalize(source, weight, size, eps, out + row * size);
+    }
+}
+
+extern "C" void rms_norm_f32(const float *x, float *residual, const float *weight, int64_t rows, int64_t size, float eps,
+                             float *out) {
+    rms_norm(x, residual, weight, rows, size, eps, out);
+}
+extern "C" void rms_norm_bf16(const bf16 *x, bf16 *residual, const bf16 *weight, int64_t rows, int64_t size, float eps,
+                              bf16 *out) {
+    rms_norm(x, residual, weight, rows, size, eps, out);
+}
+
+template <typename T>
+static void norm_and_rotate(const T *x, const T *weight, const T *cos, const T *sin, int64_t head_dim, float eps, T *out) {
+    T normed[512];
+    normalize(x, weight, head_dim, eps, normed);
+    const int64_t half = head_dim / 2;
+#pragma omp simd
+    for (int64_t i = 0; i < half; ++i) {
+        const float a = to_float(normed[i]), b = to_float(normed[i + half]), c = to_float(cos[i]), s = to_float(sin[i]);
+        out[i] = from_float<T>(a * c - b * s);
+        out[i + half] = from_float<T>(b * c + a * s);
+    }
+}
+
+// qkv [tokens, (num_heads + 2 num_kv_heads) * head_dim] to rotated queries q [tokens, num_heads, head_dim], and to keys
+// and values in their slots of the caches [blocks][kv_heads][block_size][head_dim].
+template <typename T>
+static void norm_rotate_store(const T *qkv, const T *q_weight, const T *k_weight, const T *cos, const T *sin,
+                              const int64_t *slots, int64_t tokens, const AttentionShape &shape, float eps, T *q, T *k_cache,
+                              T *v_cache) {
+    const int64_t heads = shape.num_heads, kv_heads = shape.num_kv_heads, dim = shape.head_dim, half = dim / 2;
+#pragma omp parallel for schedule(static) if (tokens > 1)
+    for (int64_t token = 0; token < tokens; ++token) {
+        const T *row = qkv + token * (heads + 2 * kv_heads) * dim;
+        const T *c = cos + token * half, *s = sin + token * half;
+        for (int64_t h = 0; h < heads; ++h)
+            norm_and_rotate(row + h * dim, q_weight, c, s, dim, eps, q + (token * heads + h) * dim);
+        const int64_t block = slots[token] / shape.block_size, offset = slots[token] % shape.block_size;
+        for (int64_t h = 0; h < kv_heads; ++h) {
+            const int64_t at = ((block * kv_heads + h) * shape.block_size + offset) * dim;
+            norm_and_rotate(row + (heads + h) * dim, k_weight, c, s, dim, eps, k_cache + at);
+            memcpy(v_cache + at, row + (heads + kv_heads + h) * dim, sizeof(T) * dim);
+        }
+    }
+}
+
+extern "C" void norm_rotate_store_f32(const float *qkv, const float *q_weight, const float *k_weight, const float *cos,
+                                      const float *sin, const int64_t *slots, int64_t tokens, int64_t num_heads,
+                                      int64_t num_kv_heads, int64_t head_dim, int64_t block_size, float eps, float *q,
+                                      float *k_cache, float *v_cache) {
+    const AttentionShape shape = {num_heads, num_kv_heads, head_dim, block_size, 0.0f};
+    norm_rotate_store(qkv, q_weight, k_weight, cos, sin, slots, tokens, shape, eps, q, k_cache, v_cache);
+}
+extern "C" void norm_rotate_store_bf16(const bf16 *qkv, const bf16 *q_weight, const bf16 *k_weight, const bf16 *cos,
+                                       const bf16 *sin, const int64_t *slots, int64_t tokens, int64_t num_heads,
+                                       int64_t num_kv_heads, int64_t head_dim, int64_t block_size, float eps, bf16 *q,
+                                       bf16 *k_cache, bf16 *v_cache) {
+    const AttentionShape shape = {num_heads, num_kv_heads, head_dim, block_size, 0.0f};
+    norm_rotate_store(qkv, q_weight, k_weight, cos, sin, slots, tokens, shape, eps, q, k_cache, v_cache);
+}

@@ -1,0 +1,174 @@
+"""Calls into the compiled CPU kernels with torch tensors. Each function's twin in `reference.py` computes the same.
+
+`load()` gives the kernels, or None where they cannot be had; layers ask once and keep what they got.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import mmap
+from dataclasses import dataclass
+
+import torch
+
+from nanoinfer.kernels.cpu.build import BuildError, build_kernels
+
+logger = logging.getLogger(__name__)
+
+_POINTER, _INT64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+_SIGNATURES: dict[str, list[type]] = {
+    "linear_bf16": [_POINTER, *[_INT64] * 3, _POINTER, _INT64, _POINTER, _INT, _POINTER, _INT64, _POINTER],
+    "pack_bf16": [_POINTER, *[_INT64] * 3, _INT, _POINTER],
+    "paged_decode": [*[_POINTER] * 4, _INT64, *[_POINTER] * 2, *[_INT64] * 5, _FLOAT, _INT64, *[_POINTER] * 2],
+    "rms_norm": [*[_POINTER] * 3, *[_INT64] * 2, _FLOAT, _POINTER],
+    "norm_rotate_store": [*[_POINTER] * 6, *[_INT64] * 5, _FLOAT, *[_POINTER] * 3],
+}
+_TYPED = {"paged_decode", "rms_norm", "norm_rotate_store"}
+_SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+# As in kernels.cpp.
+_ROWS_AT_ONCE = 256
+MAX_GROUP = 16
+MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A bf16 matrix in the order of kernels.cpp. Gated: rows of gate and up, interleaved, for linear + SiLU-and-mul."""
+
+    data: torch.Tensor
+    out_features: int
+    in_features: int
+    gated: bool
+
+
+class CPUKernels:
+    """The loaded library. has_amx: whether the linear kernel is there."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.has_amx = bool(library.enable_amx()) and hasattr(library, "linear_bf16")
+        self._functions = {}
+        for name, arguments in _SIGNATURES.items():
+            names = [f"{name}_{suffix}" for suffix in _SUFFIXES.values()] if name in _TYPED else [name]
+            for full_name in names:
+                if hasattr(library, full_name):
+                    function = getattr(library, full_name)
+                    function.argtypes, function.restype = arguments, None
+                    self._functions[full_name] = function
+
+    def supports(self, dtype: torch.dtype) -> bool:
+        return dtype in _SUFFIXES
+
+    def pack(self, weight: torch.Tensor, gated: bool = False) -> PackedWeight:
+        """weight: [out_features, in_features] bf16; gated: [2 * out_features, in_features], gate's rows first."""
+        rows, k = weight.shape
+        n = rows // 2 if gated else rows
+        strips = -(-n // 16) if gated else -(-n // 32)
+        data = huge_empty((strips * -(-k // 32) * 1024,), torch.bfloat16)
+        self._functions["pack_bf16"](weight.data_ptr(), n, k, weight.stride(0), gated, data.data_ptr())
+        return PackedWeight(data, n, k, gated)
+
+    def linear(self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x W^T + b, or silu(x gate^T) * (x up^T). x: [T, in_features] bf16; returns [T, out_features]."""
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        rows, k = x.shape
+        out = x.new_empty(rows, weight.out_features)
+        scratch = x.new_empty(min(-(-rows // 32) * 32, _ROWS_AT_ONCE) * (-(-k // 32) * 32))
+        self._functions["linear_bf16"](
+            x.data_ptr(), rows, k, x.stride(0), weight.data.data_ptr(), weight.out_features,
+            None if bias is None else bias.data_ptr(), weight.gated, out.data_ptr(), weight.out_features,
+            scratch.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    def paged_decode(
+        self,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        block_tables: torch.Tensor,
+        seq_lens: torch.Tensor,
+        rows: torch.Tensor,
+        scale: float,
+        splits: int,
+    ) -> None:
+        """Attention of one query per sequence, read from the blocks.
+
+        q, out: [T, num_heads, head_dim], of which `rows` [n] int64 are computed. caches: [blocks, num_kv_heads,
+        block_size, head_dim]. block_tables: [n, columns] int32. seq_lens: [n] int32. splits: parts of each context.
+        """
+        num_heads, head_dim = q.shape[1:]
+        scratch = torch.empty(len(rows) * num_heads * splits * (head_dim + 2) + 16 if splits > 1 else 16)
+        self._functions[f"paged_decode_{_SUFFIXES[q.dtype]}"](
+            q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), block_tables.data_ptr(), block_tables.stride(0),
+            seq_lens.data_ptr(), rows.data_ptr(), len(rows), num_heads, k_cache.shape[1], head_dim, k_cache.shape[2],
+            scale, splits, scratch.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
+
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """norm(x), or norm(residual += x). x, residual: [..., size], contiguous."""
+        out = torch.empty_like(x)
+        self._functions[f"rms_norm_{_SUFFIXES[x.dtype]}"](
+            x.data_ptr(), None if residual is None else residual.data_ptr(), weight.data_ptr(),
+            x.numel() // x.shape[-1], x.shape[-1], eps, out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    def norm_rotate_store(
+        self,
+        qkv: torch.Tensor,
+        q_weight: torch.Tensor,
+        k_weight: torch.Tensor,
+        eps: float,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """q and k norm, rotary, and the store of k and v to their slots, in one pass. Returns the queries.
+
+        qkv: [T, num_heads + 2 * num_kv_heads, head_dim]; cos, sin: [T, head_dim / 2]; slots: [T] int64.
+        """
+        num_kv_heads, block_size, head_dim = k_cache.shape[1:]
+        tokens, num_heads = qkv.shape[0], qkv.shape[1] - 2 * num_kv_heads
+        q = qkv.new_empty(tokens, num_heads, head_dim)
+        self._functions[f"norm_rotate_store_{_SUFFIXES[qkv.dtype]}"](
+            qkv.data_ptr(), q_weight.data_ptr(), k_weight.data_ptr(), cos.data_ptr(), sin.data_ptr(), slots.data_ptr(),
+            tokens, num_heads, num_kv_heads, head_dim, block_size, eps, q.data_ptr(), k_cache.data_ptr(),
+            v_cache.data_ptr(),
+        )  # fmt: skip
+        return q
+
+
+@functools.cache
+def load() -> CPUKernels | None:
+    """The kernels, compiled if need be; None, with one warning, where that fails."""
+    try:
+        return CPUKernels(ctypes.CDLL(str(build_kernels())))
+    except (BuildError, OSError) as error:
+        logger.warning("no compiled CPU kernels, running on stock torch at about half the speed: %s", error)
+        return None
+
+
+def kernels_for(dtype: torch.dtype, device: str) -> CPUKernels | None:
+    """The kernels, if they are there and compute in that dtype on that device."""
+    kernels = load() if device == "cpu" else None
+    return kernels if kernels is not None and kernels.supports(dtype) else None
+
+
+def huge_empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Uninitialized (zero) memory on huge pages where the kernel grants them: read about a fifth faster here."""
+    count = 1
+    for size in shape:
+        count *= size
+    if count * dtype.itemsize < 1 << 21:
+        return torch.zeros(shape, dtype=dtype)
+    region = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        region.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(region, dtype=dtype).view(shape)

@@ -1,0 +1,225 @@
+"""The compiled CPU kernels against their twins, odd shapes included; how they are built; life without them."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import re
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.kernels import reference
+from nanoinfer.kernels.cpu import build, ops
+
+KERNELS = ops.load()
+DTYPES = (torch.float32, torch.bfloat16)
+needs_kernels = pytest.mark.skipif(KERNELS is None, reason="no C++ compiler here")
+needs_amx = pytest.mark.skipif(KERNELS is None or not KERNELS.has_amx, reason="this processor has no AMX")
+
+
+def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((out.double() - expected.double()).norm() / expected.double().norm())
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    return 1e-5 if dtype == torch.float32 else 1e-2
+
+
+def randn(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@needs_amx
+@settings(max_examples=120, deadline=None)
+@given(st.integers(1, 300), st.integers(1, 200), st.integers(1, 330), st.booleans(), st.integers(0, 1000))
+def test_packed_linear_is_the_plain_product(rows: int, k: int, n: int, has_bias: bool, seed: int) -> None:
+    assert KERNELS is not None
+    x, weight = (randn(size, k, seed=seed + i, dtype=torch.bfloat16) for i, size in enumerate((rows, n)))
+    bias = randn(n, seed=seed + 2, dtype=torch.bfloat16) if has_bias else None
+    expected = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    assert relative_error(KERNELS.linear(x, KERNELS.pack(weight), bias), expected) < 1e-2
+
+
+@needs_amx
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 70), st.integers(1, 100), st.integers(1, 100), st.integers(0, 1000))
+def test_packed_gated_linear_is_product_then_silu_and_mul(rows: int, k: int, n: int, seed: int) -> None:
+    assert KERNELS is not None
+    x, weight = (randn(size, k, seed=seed + i, dtype=torch.bfloat16) for i, size in enumerate((rows, 2 * n)))
+    expected = reference.silu_and_mul(F.linear(x.float(), weight.float()))
+    assert relative_error(KERNELS.linear(x, KERNELS.pack(weight, gated=True)), expected) < 1e-2
+
+
+@needs_amx
+def test_packed_linear_takes_rows_that_lie_apart_and_extreme_gates() -> None:
+    assert KERNELS is not None
+    wide = randn(40, 128, seed=0, dtype=torch.bfloat16)
+    weight = randn(64, 64, seed=1, dtype=torch.bfloat16)
+    packed = KERNELS.pack(weight)
+    assert torch.equal(KERNELS.linear(wide[:, 64:], packed), KERNELS.linear(wide[:, 64:].contiguous(), packed))
+    x = torch.tensor([[1e4], [-1e4], [0.0]], dtype=torch.bfloat16)
+    gate_up = torch.ones(2, 1, dtype=torch.bfloat16)
+    out = KERNELS.linear(x, KERNELS.pack(gate_up, gated=True)).float()
+    torch.testing.assert_close(out, (F.silu(x) * x).float(), rtol=1e-2, atol=1e-6)
+
+
+@st.composite
+def paged(draw: st.DrawFn) -> dict[str, int | list[int]]:
+    return {
+        "seq_lens": draw(st.lists(st.integers(1, 150), min_size=1, max_size=6)),
+        "block_size": draw(st.sampled_from([1, 4, 5, 16, 32, 64])),
+        "num_kv_heads": draw(st.integers(1, 3)),
+        "group": draw(st.sampled_from([1, 2, 3, 8, 16])),
+        "head_dim": draw(st.sampled_from([8, 32, 48, 64, 128, 256])),
+        "splits": draw(st.integers(1, 5)),
+        "seed": draw(st.integers(0, 1000)),
+    }
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=100, deadline=None)
+@given(case=paged())
+def test_paged_decode_is_the_oracle_and_reads_no_unwritten_slot(dtype: torch.dtype, case: dict) -> None:
+    assert KERNELS is not None
+    generator = torch.Generator().manual_seed(case["seed"])
+    seq_lens, block_size, kv_heads, dim = (case[k] for k in ("seq_lens", "block_size", "num_kv_heads", "head_dim"))
+    counts = [-(-n // block_size) for n in seq_lens]
+    ids = torch.randperm(sum(counts) + 2, generator=generator, dtype=torch.int32)
+    tables = torch.full((len(seq_lens), max(counts)), -1, dtype=torch.int32)
+    caches = torch.full((2, len(ids), kv_heads, block_size, dim), float("nan"), dtype=dtype)
+    for i, n in enumerate(seq_lens):
+        tables[i, : counts[i]] = ids[sum(counts[:i]) : sum(counts[: i + 1])]
+        position = torch.arange(n)
+        values = torch.randn((2, n, kv_heads, dim), generator=generator).to(dtype)
+        for cache, value in zip(caches, values, strict=True):
+            cache[tables[i, position // block_size].long(), :, position % block_size] = value
+    # The queries stand at odd rows of a longer batch; the even ones are somebody else's.
+    rows = torch.arange(len(seq_lens)) * 2 + 1
+    q = torch.randn((2 * len(seq_lens), kv_heads * case["group"], dim), generator=generator).to(dtype)
+    out = torch.full_like(q, 7.0)
+    lens = torch.tensor(seq_lens, dtype=torch.int32)
+    KERNELS.paged_decode(q, out, *caches, tables, lens, rows, dim**-0.5, case["splits"])
+    expected = reference.paged_attention(q[rows], *caches, tables, torch.arange(len(seq_lens) + 1), lens, dim**-0.5)
+    assert relative_error(out[rows], expected) < tolerance(dtype)
+    assert (out[rows - 1] == 7.0).all()
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 3, 17])
+@pytest.mark.parametrize("size", [1, 7, 128, 1024, 1030])
+def test_rms_norm_is_its_twin(dtype: torch.dtype, rows: int, size: int) -> None:
+    assert KERNELS is not None
+    x, residual = (randn(rows, size, seed=s, dtype=dtype) for s in (0, 1))
+    weight = randn(size, seed=2, dtype=dtype)
+    assert relative_error(KERNELS.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6)) < tolerance(dtype)
+    expected, total = reference.add_rms_norm(x, residual, weight, 1e-6)
+    out = KERNELS.rms_norm(x, weight, 1e-6, residual)
+    assert relative_error(out, expected) < tolerance(dtype) and torch.equal(residual, total)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size"), [(4, 2, 32, 4), (3, 1, 10, 5), (16, 8, 128, 32)])
+def test_norm_rotate_store_is_its_twins_and_writes_nothing_else(
+    dtype: torch.dtype, heads: int, kv_heads: int, dim: int, block_size: int
+) -> None:
+    assert KERNELS is not None
+    tokens = 11
+    qkv = randn(tokens, heads + 2 * kv_heads, dim, seed=0, dtype=dtype)
+    q_weight, k_weight = (randn(dim, seed=s, dtype=dtype) for s in (1, 2))
+    angles = torch.rand(tokens, dim // 2) * 6
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    slots = torch.randperm(7 * block_size)[:tokens]
+    ours = torch.full((2, 7, kv_heads, block_size, dim), 5.0, dtype=dtype)
+    twins = ours.clone()
+    q = KERNELS.norm_rotate_store(qkv, q_weight, k_weight, 1e-6, cos, sin, *ours, slots)
+    expected_q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
+    expected_q = reference.apply_rotary(reference.rms_norm(expected_q, q_weight, 1e-6), cos, sin)
+    reference.store_kv(twins[0], reference.apply_rotary(reference.rms_norm(k, k_weight, 1e-6), cos, sin), slots)
+    reference.store_kv(twins[1], v, slots)
+    assert relative_error(q, expected_q) < tolerance(dtype)
+    assert relative_error(ours[0], twins[0]) < tolerance(dtype) and torch.equal(ours[1], twins[1])
+    written = torch.zeros(7, block_size, dtype=torch.bool)
+    written[slots // block_size, slots % block_size] = True
+    assert (ours.transpose(2, 3)[:, ~written] == 5.0).all()
+
+
+@needs_kernels
+def test_one_openmp_runtime_is_in_the_process() -> None:
+    maps = Path("/proc/self/maps").read_text()
+    runtimes = {line.split()[-1] for line in maps.splitlines() if re.search(r"lib(gomp|iomp|omp)[^/]*\.so", line)}
+    assert len(runtimes) == 1, runtimes
+
+
+def _build_and_report(cache: str) -> str:
+    return str(build.build_kernels(Path(cache)))
+
+
+@needs_kernels
+def test_processes_that_build_at_once_end_with_one_whole_library(tmp_path: Path) -> None:
+    with multiprocessing.get_context("spawn").Pool(3) as pool:
+        libraries = set(pool.map(_build_and_report, [str(tmp_path)] * 3))
+    assert len(libraries) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([Path(*libraries).name, "lock"])
+
+
+def test_another_source_is_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = build._key("true")
+    changed = tmp_path / "kernels.cpp"
+    changed.write_text(build.SOURCE.read_text() + "\n")
+    monkeypatch.setattr(build, "SOURCE", changed)
+    assert build._key("true") != before
+
+
+@pytest.fixture
+def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a compiler, and without a library built earlier."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", os.devnull)
+    ops.load.cache_clear()
+    yield
+    ops.load.cache_clear()
+
+
+@pytest.mark.parametrize("variant", list(tiny.VARIANTS))
+def test_without_a_compiler_stock_torch_gives_the_same_answers_and_one_warning(
+    variant: str, tmp_path: Path, no_compiler: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny.save(tmp_path / "model", variant)
+    prompts = [[5, 6, 7], list(range(40)), [9] * 17, [1]]
+    with caplog.at_level(logging.WARNING), LLM(tmp_path / "model", num_kvcache_blocks=12, kvcache_block_size=8) as llm:
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1))
+    warnings = [record.message for record in caplog.records if "compiled CPU kernels" in record.message]
+    assert len(warnings) == 1 and "no C++ compiler" in warnings[0]
+    reference_model = tiny.Reference(model)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        reference_model.assert_greedy(prompt, output.token_ids, output.outputs[0].logprobs)
+
+
+@needs_amx
+@pytest.mark.parametrize("variant", ["tied", "untied", "bias", "odd_vocab", "one_kv_head"])
+def test_a_bf16_model_on_the_kernels_stays_near_its_float32_self(variant: str, tmp_path: Path) -> None:
+    """Forced tokens: the raw log-probabilities of one bf16 step, against transformers in float32."""
+    model = tiny.save(tmp_path, variant)
+    reference_model = tiny.Reference(model.to(torch.bfloat16).float())
+    prompts = [[5, 6, 7], list(range(40)), [9, 4] * 17, [1]]
+    with LLM(tmp_path, dtype="bfloat16", num_kvcache_blocks=40, kvcache_block_size=8) as llm:
+        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=20)
+        outputs = llm.generate(prompts, params)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        logits = reference_model.logits(tuple(prompt + output.token_ids))
+        expected = logits[len(prompt) - 1 : -1].log_softmax(dim=-1)
+        got = output.outputs[0].logprobs or []
+        pairs = [(v.logprob, float(expected[i, t])) for i, entry in enumerate(got) for t, v in entry.items()]
+        ours, theirs = torch.tensor(pairs).T
+        assert relative_error(ours, theirs) < 5e-2
