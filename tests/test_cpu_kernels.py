@@ -155,6 +155,40 @@ def test_norm_rotate_store_is_its_twins_and_writes_nothing_else(
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 1300), st.integers(0, 1000), st.floats(1e-3, 50))
+def test_passes_over_logits_are_their_twins(
+    dtype: torch.dtype, rows: int, columns: int, seed: int, temperature: float
+) -> None:
+    assert KERNELS is not None
+    # Rounded to a few values, so that there are ties; some are masked.
+    wide = (randn(rows, columns + 3, seed=seed, dtype=torch.float32) * 4).round().to(dtype)
+    logits = wide[:, :columns]
+    logits[randn(rows, columns, seed=seed + 1, dtype=torch.float32) > 2] = float("-inf")
+    logits[:, seed % columns] = 3.0
+    best, winners = KERNELS.row_argmax(logits)
+    expected_best, expected_winners = reference.row_argmax(logits)
+    assert torch.equal(best, expected_best) and torch.equal(winners, expected_winners)
+    inverse = torch.full((rows,), 1 / temperature)
+    sums = KERNELS.segment_sums(logits, best, inverse, 512)
+    torch.testing.assert_close(sums, reference.segment_sums(logits, best, inverse, 512), rtol=1e-5, atol=1e-30)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_wins_the_maximum_and_masked_segments_weigh_exactly_nothing(dtype: torch.dtype) -> None:
+    assert KERNELS is not None
+    logits = torch.zeros(2, 40, dtype=dtype)
+    logits[1, 7] = float("nan")
+    assert KERNELS.row_argmax(logits)[0].isnan().tolist() == [False, True]
+    masked = torch.full((1, 1100), float("-inf"), dtype=dtype)
+    masked[0, 1050] = 1.0
+    sums = KERNELS.segment_sums(masked, torch.ones(1), torch.ones(1), 512)
+    assert sums.tolist() == [[0.0, 0.0, 1.0]]
+
+
+@needs_kernels
 def test_one_openmp_runtime_is_in_the_process() -> None:
     maps = Path("/proc/self/maps").read_text()
     runtimes = {line.split()[-1] for line in maps.splitlines() if re.search(r"lib(gomp|iomp|omp)[^/]*\.so", line)}

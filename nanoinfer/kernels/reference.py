@@ -75,3 +75,28 @@ def paged_attention(
         probs = scores.masked_fill(~visible, -math.inf).softmax(dim=-1)
         out[start:stop] = torch.einsum("hqk,khd->qhd", probs, v).to(q.dtype)
     return out
+
+
+def row_argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Largest value, float32, and first column that has it, per row of [rows, columns]; NaN beats all."""
+    winners = logits.argmax(dim=-1)
+    return logits.gather(1, winners.unsqueeze(1)).squeeze(1).float(), winners
+
+
+def segment_sums(
+    logits: torch.Tensor, best: torch.Tensor, inverse_temperature: torch.Tensor, segment: int
+) -> torch.Tensor:
+    """[rows, segments] float64: sums of exp((logit - best) / temperature) over segments of so many columns.
+
+    best, inverse_temperature: [rows] float32. The last segment may be shorter.
+    """
+    weights = sampling_weights(logits, best, inverse_temperature)
+    columns = logits.shape[1]
+    padded = F.pad(weights, (0, -columns % segment))
+    return padded.unflatten(1, (-1, segment)).sum(dim=-1, dtype=torch.float64)
+
+
+def sampling_weights(logits: torch.Tensor, best: torch.Tensor, inverse_temperature: torch.Tensor) -> torch.Tensor:
+    """exp((logit - best) / temperature), [rows, columns] float32; zero where that is below float32's normal numbers."""
+    scaled = (logits.float() - best.unsqueeze(1)) * inverse_temperature.unsqueeze(1)
+    return scaled.exp().masked_fill_(scaled < -87.0, 0.0)

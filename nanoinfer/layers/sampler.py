@@ -20,6 +20,8 @@ import numpy as np
 import torch
 
 from nanoinfer.distributed.group import TensorParallelGroup
+from nanoinfer.kernels import reference
+from nanoinfer.kernels.cpu.ops import kernels_for
 from nanoinfer.step import TokenLogprobs
 
 # Rows worked on at once: bounds the float32 copies (20 MB each for Qwen3's vocabulary).
@@ -107,22 +109,22 @@ def sample(
     logprobs: dict[int, TokenLogprobs] = {}
     for start in range(0, len(logits), _CHUNK_ROWS):
         rows = range(start, min(start + _CHUNK_ROWS, len(logits)))
-        raw = logits[start : rows.stop].float()
+        raw = logits[start : rows.stop]
         chosen = _choose(_apply_penalties(raw, rows, batch, shard), rows, batch, shard)
         token_ids += chosen.tolist()
         wanted = [row for row in rows if row in batch.logprobs]
         if wanted:
             local = [row - start for row in wanted]
-            logprobs |= _logprobs(raw[local], chosen[local], wanted, batch.logprobs, shard)
+            logprobs |= _logprobs(raw[local].float(), chosen[local], wanted, batch.logprobs, shard)
     return token_ids, logprobs
 
 
 def _apply_penalties(raw: torch.Tensor, rows: range, batch: SamplingBatch, shard: VocabShard) -> torch.Tensor:
-    """Penalties and bans on the rows that have them; `raw` itself if none has."""
+    """Penalties and bans on the rows that have them, in float32; `raw` itself, as it is, if none has."""
     affected = [row for row in rows if row in batch.penalties or row in batch.banned]
     if not affected:
         return raw
-    processed = raw.clone()
+    processed = raw.float() if raw.dtype != torch.float32 else raw.clone()
     for row in affected:
         if (penalty := batch.penalties.get(row)) is not None:
             counts = penalty.counts
@@ -139,54 +141,63 @@ def _apply_penalties(raw: torch.Tensor, rows: range, batch: SamplingBatch, shard
     return processed
 
 
-def _choose(processed: torch.Tensor, rows: range, batch: SamplingBatch, shard: VocabShard) -> torch.Tensor:
-    """One id per row, [n] int64. processed: [n, columns] float32."""
-    winners = processed.argmax(dim=-1, keepdim=True)
-    maxima = processed.gather(1, winners).double()
-    summary = shard.tp.all_gather(torch.cat((maxima, (winners + shard.first_id).double()), dim=1)).unflatten(1, (-1, 2))
+def _choose(logits: torch.Tensor, rows: range, batch: SamplingBatch, shard: VocabShard) -> torch.Tensor:
+    """One id per row, [n] int64. logits: [n, columns], penalties applied."""
+    kernels = kernels_for(logits.dtype, logits.device.type)
+    maxima, winners = (kernels or reference).row_argmax(logits)
+    summary = torch.stack((maxima.double(), (winners + shard.first_id).double()), dim=1)
+    summary = shard.tp.all_gather(summary).unflatten(1, (-1, 2))
     # argmax takes NaN for the largest and the first of equals for the winner, within a shard and between shards.
     best_rank = summary[:, :, 0].argmax(dim=1, keepdim=True)
-    best = summary[:, :, 0].gather(1, best_rank)
+    best = summary[:, :, 0].gather(1, best_rank).squeeze(1).float()
     greedy = summary[:, :, 1].gather(1, best_rank).squeeze(1).long()
     if not bool(best.isfinite().all()):
         raise FloatingPointError(
             "the model's logits contain NaN or infinity; float16 overflows on models trained in bfloat16: use "
             "dtype='bfloat16' or 'float32'"
         )
-    temperature = _column(batch.temperature, rows).clamp(max=torch.finfo(torch.float32).max).float()
-    is_random = (temperature > 0).squeeze(1)
+    temperature = torch.from_numpy(batch.temperature[rows.start : rows.stop])
+    is_random = temperature > 0
     if not bool(is_random.any()):
         return greedy
-    columns = processed.shape[1]
-    # Zeros at the end, so that the segments come out even. The best token has weight 1.
-    weights = processed.new_zeros(len(rows), -(-columns // _SEGMENT) * _SEGMENT)
-    scaled = torch.sub(processed, best.float(), out=weights[:, :columns])
-    scaled.div_(temperature.where(temperature > 0, 1.0)).exp_()
-    _filter(scaled, rows, batch, shard)
-    return torch.where(is_random, _draw(weights, _column(batch.uniforms, rows), shard), greedy)
+    # Neither infinite nor zero, so that a masked logit times it stays at -inf.
+    limits = torch.finfo(torch.float32)
+    inverse = (1.0 / temperature.where(is_random, 1.0)).clamp(limits.tiny, limits.max).float()
+    logits = _filter(logits, best, inverse, rows, batch, shard)
+    return torch.where(is_random, _draw(logits, best, inverse, _column(batch.uniforms, rows), shard), greedy)
 
 
 def _column(values: np.ndarray, rows: range) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(values[rows.start : rows.stop])).unsqueeze(1)
 
 
-def _filter(weights: torch.Tensor, rows: range, batch: SamplingBatch, shard: VocabShard) -> None:
-    """Zeros what min_p, top_k and top_p drop. weights: [n, columns], the best token of each row having weight 1."""
+def _filter(
+    logits: torch.Tensor,
+    best: torch.Tensor,
+    inverse: torch.Tensor,
+    rows: range,
+    batch: SamplingBatch,
+    shard: VocabShard,
+) -> torch.Tensor:
+    """The logits with what min_p, top_k and top_p drop at -inf; `logits` itself if no row has a filter."""
     min_p, top_k, top_p = (_column(values, rows) for values in (batch.min_p, batch.top_k, batch.top_p))
     filtered = torch.nonzero(((min_p > 0) | (top_k > 0) | (top_p < 1)).squeeze(1)).squeeze(1)
     if not len(filtered):
-        return
+        return logits
     min_p, top_k, top_p = min_p[filtered], top_k[filtered], top_p[filtered]
-    whole = shard.tp.all_gather(weights[filtered])
-    whole.masked_fill_(whole < min_p.float(), 0.0)
+    # The best token has weight 1, so min_p is a threshold as it stands.
+    mine = reference.sampling_weights(logits[filtered], best[filtered], inverse[filtered])
+    whole = shard.tp.all_gather(mine).clone()
     threshold = min_p.float()
+    whole.masked_fill_(whole < threshold, 0.0)
     if bool((top_k > 0).any()):
         threshold = torch.maximum(threshold, _top_k_threshold(whole, top_k))
         whole.masked_fill_(whole < threshold, 0.0)
     if bool((top_p < 1).any()):
         threshold = torch.maximum(threshold, _top_p_threshold(whole, top_p))
-    mine = weights[filtered]
-    weights[filtered] = mine.masked_fill_(mine < threshold, 0.0)
+    logits = logits.float().clone()
+    logits[filtered] = logits[filtered].masked_fill_(mine < threshold, float("-inf"))
+    return logits
 
 
 def _top_k_threshold(weights: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
@@ -207,13 +218,16 @@ def _top_p_threshold(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor
     return largest.gather(1, reached.clamp(max=largest.shape[1] - 1)).where(top_p < 1, 0.0)
 
 
-def _draw(weights: torch.Tensor, uniforms: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+def _draw(
+    logits: torch.Tensor, best: torch.Tensor, inverse: torch.Tensor, uniforms: torch.Tensor, shard: VocabShard
+) -> torch.Tensor:
     """Ids, [n], at which the cumulative weight over the whole vocabulary passes `uniforms` [n, 1] of its total.
 
-    weights: [n, a multiple of _SEGMENT], this rank's.
+    A token's weight is exp((logit - best) / temperature). logits: [n, columns], this rank's.
     """
-    by_segment = weights.unflatten(1, (-1, _SEGMENT))
-    cumulative = by_segment.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    kernels = kernels_for(logits.dtype, logits.device.type)
+    sums = (kernels or reference).segment_sums(logits, best, inverse, _SEGMENT)
+    cumulative = sums.cumsum(dim=-1)
     rank_ends = shard.tp.all_gather(cumulative[:, -1:].contiguous()).cumsum(dim=-1)
     target = uniforms * rank_ends[:, -1:]
     # The first end above the target: what it belongs to has itself a weight above zero.
@@ -222,10 +236,13 @@ def _draw(weights: torch.Tensor, uniforms: torch.Tensor, shard: VocabShard) -> t
         target = target - rank_ends[:, shard.tp.rank - 1 : shard.tp.rank]
     segment = torch.searchsorted(cumulative, target, right=True).clamp(max=cumulative.shape[1] - 1)
     before = torch.where(segment > 0, cumulative.gather(1, (segment - 1).clamp(min=0)), 0.0)
-    inside = by_segment.gather(1, segment.unsqueeze(-1).expand(-1, 1, _SEGMENT)).squeeze(1)
-    offset = torch.searchsorted(inside.cumsum(dim=-1, dtype=torch.float64), target - before, right=True)
+    # Only the segment that is hit is looked at token by token; columns beyond the last one weigh nothing.
+    columns = segment * _SEGMENT + torch.arange(_SEGMENT)
+    inside = logits.gather(1, columns.clamp(max=logits.shape[1] - 1))
+    weights = reference.sampling_weights(inside, best, inverse).masked_fill_(columns >= logits.shape[1], 0.0)
+    offset = torch.searchsorted(weights.cumsum(dim=-1, dtype=torch.float64), target - before, right=True)
     # Sums in another order may differ in the last bit: stay on the last token that can be drawn.
-    last = torch.where(inside > 0, torch.arange(_SEGMENT), 0).amax(dim=-1, keepdim=True)
+    last = torch.where(weights > 0, torch.arange(_SEGMENT), 0).amax(dim=-1, keepdim=True)
     token_ids = shard.first_id + segment * _SEGMENT + torch.minimum(offset, last)
     return shard.tp.all_reduce(token_ids.where(owner == shard.tp.rank, 0)).squeeze(1)
 

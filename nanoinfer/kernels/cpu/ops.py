@@ -23,9 +23,11 @@ _SIGNATURES: dict[str, list[type]] = {
     "pack_bf16": [_POINTER, *[_INT64] * 3, _INT, _POINTER],
     "paged_decode": [*[_POINTER] * 4, _INT64, *[_POINTER] * 2, *[_INT64] * 5, _FLOAT, _INT64, *[_POINTER] * 2],
     "rms_norm": [*[_POINTER] * 3, *[_INT64] * 2, _FLOAT, _POINTER],
+    "row_argmax": [_POINTER, *[_INT64] * 3, *[_POINTER] * 2],
+    "segment_sums": [_POINTER, *[_INT64] * 3, *[_POINTER] * 2, _INT64, _POINTER],
     "norm_rotate_store": [*[_POINTER] * 6, *[_INT64] * 5, _FLOAT, *[_POINTER] * 3],
 }
-_TYPED = {"paged_decode", "rms_norm", "norm_rotate_store"}
+_TYPED = {"paged_decode", "rms_norm", "norm_rotate_store", "row_argmax", "segment_sums"}
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 # As in kernels.cpp.
 _ROWS_AT_ONCE = 256
@@ -143,6 +145,26 @@ class CPUKernels:
             v_cache.data_ptr(),
         )  # fmt: skip
         return q
+
+    def row_argmax(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Largest value, float32, and first column that has it, per row of [rows, columns]; NaN beats all."""
+        best = torch.empty(len(logits), dtype=torch.float32)
+        winners = torch.empty(len(logits), dtype=torch.int64)
+        self._functions[f"row_argmax_{_SUFFIXES[logits.dtype]}"](
+            logits.data_ptr(), *logits.shape, logits.stride(0), best.data_ptr(), winners.data_ptr()
+        )
+        return best, winners
+
+    def segment_sums(
+        self, logits: torch.Tensor, best: torch.Tensor, inverse_temperature: torch.Tensor, segment: int
+    ) -> torch.Tensor:
+        """[rows, segments] float64: sums of exp((logit - best) / temperature). best, ...: [rows] float32."""
+        sums = torch.empty(len(logits), -(-logits.shape[1] // segment), dtype=torch.float64)
+        self._functions[f"segment_sums_{_SUFFIXES[logits.dtype]}"](
+            logits.data_ptr(), *logits.shape, logits.stride(0), best.data_ptr(), inverse_temperature.data_ptr(),
+            segment, sums.data_ptr(),
+        )  # fmt: skip
+        return sums
 
 
 @functools.cache
