@@ -84,12 +84,8 @@ def paged(draw: st.DrawFn) -> dict[str, int | list[int]]:
     }
 
 
-@needs_kernels
-@pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=100, deadline=None)
-@given(case=paged())
-def test_paged_decode_is_the_oracle_and_reads_no_unwritten_slot(dtype: torch.dtype, case: dict) -> None:
-    assert KERNELS is not None
+def written_caches(case: dict, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """(keys and values in shuffled blocks, the block tables); every slot that no sequence owns is NaN."""
     generator = torch.Generator().manual_seed(case["seed"])
     seq_lens, block_size, kv_heads, dim = (case[k] for k in ("seq_lens", "block_size", "num_kv_heads", "head_dim"))
     counts = [-(-n // block_size) for n in seq_lens]
@@ -102,15 +98,46 @@ def test_paged_decode_is_the_oracle_and_reads_no_unwritten_slot(dtype: torch.dty
         values = torch.randn((2, n, kv_heads, dim), generator=generator).to(dtype)
         for cache, value in zip(caches, values, strict=True):
             cache[tables[i, position // block_size].long(), :, position % block_size] = value
+    return caches, tables
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=100, deadline=None)
+@given(case=paged())
+def test_paged_decode_is_the_oracle_and_reads_no_unwritten_slot(dtype: torch.dtype, case: dict) -> None:
+    assert KERNELS is not None
+    caches, tables = written_caches(case, dtype)
+    seq_lens, dim = case["seq_lens"], case["head_dim"]
     # The queries stand at odd rows of a longer batch; the even ones are somebody else's.
     rows = torch.arange(len(seq_lens)) * 2 + 1
-    q = torch.randn((2 * len(seq_lens), kv_heads * case["group"], dim), generator=generator).to(dtype)
+    q = randn(2 * len(seq_lens), case["num_kv_heads"] * case["group"], dim, seed=case["seed"] + 1, dtype=dtype)
     out = torch.full_like(q, 7.0)
     lens = torch.tensor(seq_lens, dtype=torch.int32)
     KERNELS.paged_decode(q, out, *caches, tables, lens, rows, dim**-0.5, case["splits"])
     expected = reference.paged_attention(q[rows], *caches, tables, torch.arange(len(seq_lens) + 1), lens, dim**-0.5)
     assert relative_error(out[rows], expected) < tolerance(dtype)
     assert (out[rows - 1] == 7.0).all()
+
+
+@needs_amx
+@settings(max_examples=100, deadline=None)
+@given(case=paged(), data=st.data())
+def test_paged_prefill_is_the_oracle_and_reads_no_unwritten_slot(case: dict, data: st.DataObject) -> None:
+    assert KERNELS is not None
+    case["head_dim"] = data.draw(st.sampled_from([32, 64, 128, 256]))
+    query_lens = [data.draw(st.integers(1, n)) for n in case["seq_lens"]]
+    caches, tables = written_caches(case, torch.bfloat16)
+    start_loc = torch.tensor([0, *query_lens]).cumsum(0)
+    heads, dim = case["num_kv_heads"] * case["group"], case["head_dim"]
+    q = randn(int(start_loc[-1]), heads, dim, seed=case["seed"] + 1, dtype=torch.bfloat16)
+    out = torch.full_like(q, float("nan"))
+    lens = torch.tensor(case["seq_lens"])
+    KERNELS.paged_prefill(
+        q, out, *caches, tables, start_loc[:-1].contiguous(), torch.tensor(query_lens), lens, dim**-0.5, case["splits"]
+    )
+    expected = reference.paged_attention(q, *caches, tables, start_loc, lens, dim**-0.5)
+    assert relative_error(out, expected) < 1e-2
 
 
 @needs_kernels

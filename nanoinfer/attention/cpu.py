@@ -1,10 +1,10 @@
 """Attention on the CPU.
 
-Sequences with one query token (decodes, and chunks of one) go to the compiled kernel, which reads keys and values from
-their blocks, each once for all query heads that share them. Where the kernel cannot be had, their keys are gathered to
-a rectangle, short ones padded. Sequences with more query tokens are gathered one by one and go to torch's
-`scaled_dot_product_attention`. Gathers go to scratch memory that is kept: with fresh memory each time, page faults made
-them seven times slower (9 against 1.3 ms for 16k tokens).
+Sequences with one query token (decodes, and chunks of one) go to one compiled kernel, which reads keys and values from
+their blocks, each once for all query heads that share them; sequences with more query tokens go to another, on AMX,
+for bf16 only. Where a kernel cannot be had, keys are gathered and torch's `scaled_dot_product_attention` is used: for
+decodes from a rectangle, short ones padded, else sequence by sequence. Gathers go to scratch memory that is kept: with
+fresh memory each time, page faults made them seven times slower (9 against 1.3 ms for 16k tokens).
 """
 
 from __future__ import annotations
@@ -39,6 +39,17 @@ class _Decodes:
 
 
 @dataclass(frozen=True)
+class _Prefills:
+    """All sequences with several queries, for the kernel. starts, query_lens, seq_lens: [n] int64."""
+
+    block_tables: torch.Tensor
+    starts: torch.Tensor
+    query_lens: torch.Tensor
+    seq_lens: torch.Tensor
+    parts: int
+
+
+@dataclass(frozen=True)
 class _DecodeGroup:
     """Sequences of similar length with one query each, for a gather. rows: [n] tokens of the batch.
 
@@ -52,8 +63,8 @@ class _DecodeGroup:
 
 
 @dataclass(frozen=True)
-class _Prefill:
-    """One sequence with several queries, tokens start to stop - 1 of the batch. slots: [num_kv_heads * seq_len].
+class _GatheredPrefill:
+    """One sequence with several queries, for a gather: tokens start to stop - 1. slots: [num_kv_heads * seq_len].
 
     mask: [num_queries, seq_len] to add, or None where the queries are the whole sequence (plainly causal).
     """
@@ -65,11 +76,14 @@ class _Prefill:
     mask: torch.Tensor | None
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Plan:
+    """What goes to the kernels, and what has to be gathered."""
+
     decodes: _Decodes | None
-    groups: list[_DecodeGroup]
-    prefills: list[_Prefill]
+    prefills: _Prefills | None
+    decode_groups: list[_DecodeGroup]
+    gathered_prefills: list[_GatheredPrefill]
 
 
 class CPUAttention(AttentionBackend):
@@ -79,6 +93,7 @@ class CPUAttention(AttentionBackend):
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
         super().__init__(num_heads, num_kv_heads, head_dim)
         self._kernels: CPUKernels | None = None
+        self._has_prefill_kernel = False
         self._scratch: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
@@ -91,35 +106,54 @@ class CPUAttention(AttentionBackend):
         # The kernel keeps a group's outputs of one head in registers and on its stack.
         if self.num_heads // self.num_kv_heads <= MAX_GROUP and self.head_dim <= MAX_HEAD_DIM:
             self._kernels = kernels_for(dtype, device)
+            has_amx = self._kernels is not None and self._kernels.has_amx
+            self._has_prefill_kernel = has_amx and dtype == torch.bfloat16 and self.head_dim % 32 == 0
         return KVCache(huge_empty((2, num_layers, num_blocks, self.num_kv_heads, block_size, self.head_dim), dtype))
 
     def plan(self, batch: ForwardBatch, block_size: int) -> _Plan:
         query_lens = batch.query_start_loc.diff()
         seq_lens = batch.seq_lens.long()
         single = torch.nonzero(query_lens == 1).flatten()
-        decodes, groups = None, []
+        several = torch.nonzero(query_lens > 1).flatten()
+        plan = _Plan(None, None, [], [])
         if len(single) and self._kernels is not None:
-            decodes = self._plan_kernel(single, batch)
+            plan.decodes = self._plan_decodes(single, batch)
         elif len(single):
-            groups = self._plan_groups(single, seq_lens, batch, block_size)
-        prefills = []
-        for i in torch.nonzero(query_lens > 1).flatten().tolist():
-            start, stop, seq_len = int(batch.query_start_loc[i]), int(batch.query_start_loc[i + 1]), int(seq_lens[i])
-            mask = None
-            if stop - start < seq_len:
-                query_positions = torch.arange(seq_len - (stop - start), seq_len)
-                mask = _additive(torch.arange(seq_len) <= query_positions.unsqueeze(1))
-            slots = self._slots(batch.block_tables[i : i + 1], torch.arange(seq_len).unsqueeze(0), block_size)
-            prefills.append(_Prefill(start, stop, seq_len, slots, mask))
-        return _Plan(decodes, groups, prefills)
+            plan.decode_groups = self._plan_groups(single, seq_lens, batch, block_size)
+        if len(several) and self._has_prefill_kernel:
+            plan.prefills = self._plan_prefills(several, query_lens, seq_lens, batch)
+        else:
+            plan.gathered_prefills = [
+                self._plan_gather(i, int(seq_lens[i]), batch, block_size) for i in several.tolist()
+            ]
+        return plan
 
-    def _plan_kernel(self, seqs: torch.Tensor, batch: ForwardBatch) -> _Decodes:
+    def _plan_decodes(self, seqs: torch.Tensor, batch: ForwardBatch) -> _Decodes:
         num_items = len(seqs) * self.num_kv_heads
         wanted = -(-_ITEMS_PER_THREAD * torch.get_num_threads() // num_items)
         longest = int(batch.seq_lens[seqs].max())
         splits = max(1, min(wanted, longest // _MIN_SPLIT_TOKENS))
         rows = batch.query_start_loc[seqs].long()
         return _Decodes(rows, batch.block_tables[seqs].contiguous(), batch.seq_lens[seqs].contiguous(), splits)
+
+    def _plan_prefills(
+        self, seqs: torch.Tensor, query_lens: torch.Tensor, seq_lens: torch.Tensor, batch: ForwardBatch
+    ) -> _Prefills:
+        starts = batch.query_start_loc[seqs].long()
+        num_items = len(seqs) * self.num_kv_heads
+        parts = max(1, -(-_ITEMS_PER_THREAD * torch.get_num_threads() // num_items))
+        return _Prefills(
+            batch.block_tables[seqs].contiguous(), starts, query_lens[seqs].long(), seq_lens[seqs].contiguous(), parts
+        )
+
+    def _plan_gather(self, seq: int, seq_len: int, batch: ForwardBatch, block_size: int) -> _GatheredPrefill:
+        start, stop = int(batch.query_start_loc[seq]), int(batch.query_start_loc[seq + 1])
+        mask = None
+        if stop - start < seq_len:
+            query_positions = torch.arange(seq_len - (stop - start), seq_len)
+            mask = _additive(torch.arange(seq_len) <= query_positions.unsqueeze(1))
+        slots = self._slots(batch.block_tables[seq : seq + 1], torch.arange(seq_len).unsqueeze(0), block_size)
+        return _GatheredPrefill(start, stop, seq_len, slots, mask)
 
     def _plan_groups(
         self, seqs: torch.Tensor, seq_lens: torch.Tensor, batch: ForwardBatch, block_size: int
@@ -179,18 +213,20 @@ class CPUAttention(AttentionBackend):
         plan = batch.plan
         assert isinstance(plan, _Plan)
         out = torch.empty_like(q)
-        if plan.decodes is not None:
-            assert self._kernels is not None
-            one = plan.decodes
+        if (one := plan.decodes) is not None and self._kernels is not None:
             self._kernels.paged_decode(q, out, *kv, one.block_tables, one.seq_lens, one.rows, self.scale, one.splits)
-        for group in plan.groups:
+        if (many := plan.prefills) is not None and self._kernels is not None:
+            self._kernels.paged_prefill(
+                q, out, *kv, many.block_tables, many.starts, many.query_lens, many.seq_lens, self.scale, many.parts
+            )
+        for group in plan.decode_groups:
             k, v = self._gather(kv, group.slots, len(group.rows), group.max_len)
             # The query heads that share a KV head stand as its queries: each key is read once for all of them.
             grouped = q[group.rows].unflatten(1, (self.num_kv_heads, -1))
             mask = None if group.mask is None else group.mask.to(q.dtype)
             result = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=self.scale)
             out[group.rows] = result.flatten(1, 2)
-        for item in plan.prefills:
+        for item in plan.gathered_prefills:
             k, v = self._gather(kv, item.slots, 1, item.seq_len)
             out[item.start : item.stop] = F.scaled_dot_product_attention(
                 q[item.start : item.stop].transpose(0, 1).unsqueeze(0),

@@ -22,6 +22,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "linear_bf16": [_POINTER, *[_INT64] * 3, _POINTER, _INT64, _POINTER, _INT, _POINTER, _INT64, _POINTER],
     "pack_bf16": [_POINTER, *[_INT64] * 3, _INT, _POINTER],
     "paged_decode": [*[_POINTER] * 4, _INT64, *[_POINTER] * 2, *[_INT64] * 5, _FLOAT, _INT64, *[_POINTER] * 2],
+    "paged_prefill_bf16": [*[_POINTER] * 4, _INT64, *[_POINTER] * 3, *[_INT64] * 5, _FLOAT, _INT64, _POINTER],
     "rms_norm": [*[_POINTER] * 3, *[_INT64] * 2, _FLOAT, _POINTER],
     "row_argmax": [_POINTER, *[_INT64] * 3, *[_POINTER] * 2],
     "segment_sums": [_POINTER, *[_INT64] * 3, *[_POINTER] * 2, _INT64, _POINTER],
@@ -107,6 +108,31 @@ class CPUKernels:
             q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), block_tables.data_ptr(), block_tables.stride(0),
             seq_lens.data_ptr(), rows.data_ptr(), len(rows), num_heads, k_cache.shape[1], head_dim, k_cache.shape[2],
             scale, splits, scratch.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
+
+    def paged_prefill(
+        self,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        block_tables: torch.Tensor,
+        starts: torch.Tensor,
+        query_lens: torch.Tensor,
+        seq_lens: torch.Tensor,
+        scale: float,
+        parts: int,
+    ) -> None:
+        """Causal attention of several queries per sequence, read from the blocks; AMX, bf16, head_dim a multiple of 32.
+
+        Shapes as for paged_decode; starts, query_lens, seq_lens: [n] int64; sequence i's queries are the rows
+        starts[i] .. starts[i] + query_lens[i] - 1 of q. parts: shares of the work of one (sequence, KV head).
+        """
+        num_heads, head_dim = q.shape[1:]
+        self._functions["paged_prefill_bf16"](
+            q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), block_tables.data_ptr(), block_tables.stride(0),
+            starts.data_ptr(), query_lens.data_ptr(), seq_lens.data_ptr(), len(starts), num_heads, k_cache.shape[1],
+            head_dim, k_cache.shape[2], scale, parts, out.data_ptr(),
         )  # fmt: skip
 
     def rms_norm(
