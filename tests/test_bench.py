@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nanoinfer.bench import machine
+from nanoinfer.bench import host_time, machine
 from nanoinfer.bench import throughput as bench
 from nanoinfer.config import ModelConfig
 from nanoinfer.step import StepStats
@@ -266,3 +266,13 @@ def test_a_small_run_prints_one_line_of_json(
     assert report["prompt_tokens"] == sum(map(len, workload.prompts))
     assert report["output_tokens"] == sum(workload.output_lens)
     assert report["settings"]["dtype"] == "float32" and report["threads"] >= 1
+
+
+def test_host_only_prints_a_step_for_each_number_of_sequences(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "measure_host_time", lambda: host_time.measure_host_time((1, 3)))
+    bench.main(["--host-only", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert report["host_ms_per_step"].keys() == {"1", "3"}
+    assert all(milliseconds > 0 for milliseconds in report["host_ms_per_step"].values())

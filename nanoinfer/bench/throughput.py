@@ -15,7 +15,7 @@ import platform
 import random
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from typing import Any
 import torch
 
 from nanoinfer.bench.floor import Floor
+from nanoinfer.bench.host_time import measure_host_time
+from nanoinfer.bench.kernels import measure_kernels
 from nanoinfer.bench.machine import Machine, measure_machine
 from nanoinfer.bench.step_overhead import measure_step_overhead
 from nanoinfer.bench.workload import MAX_TOKEN_ID, PRESETS, QWEN3_0_6B, Workload
@@ -135,6 +137,8 @@ def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, EngineCo
     parser.add_argument(
         "--step-overhead", action="store_true", help="measure what rank processes add to a step instead"
     )
+    parser.add_argument("--host-only", action="store_true", help="measure a decode step without the model instead")
+    parser.add_argument("--kernels", action="store_true", help="measure the CPU kernels alone instead")
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of the report")
     engine = parser.add_argument_group("options of nanoinfer.LLM, which has the defaults where none is stated")
     engine.add_argument("--max-model-len", type=int, help="default: 2048 for w1, 4096 for nano-vllm")
@@ -178,9 +182,15 @@ def settle(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args, config = parse_args(argv)
-    if args.step_overhead:
-        show(measure_step_overhead(), as_json=args.json)
-        return
+    others: dict[str, Callable[[], dict[str, Any]]] = {
+        "step_overhead": measure_step_overhead,
+        "host_only": measure_host_time,
+        "kernels": measure_kernels,
+    }
+    for name, measure in others.items():
+        if getattr(args, name):
+            show(measure(), as_json=args.json)
+            return
     load = os.getloadavg()[0]  # others at work lower the machine's rates and the throughput, not always alike
     workload = Workload.draw(args.workload, args.num_seqs, args.seed)
     machine = measure_machine(args.device, getattr(torch, args.dtype), config.tensor_parallel_size)
@@ -199,4 +209,6 @@ def show(report: dict[str, Any], *, as_json: bool) -> None:
         print(json.dumps(report))
         return
     for name, value in report.items():
+        if isinstance(value, dict) and all(isinstance(part, float | int) for part in value.values()):
+            value = "  ".join(f"{part:.4g} {unit}" for unit, part in value.items())
         print(f"{name:19} {value:.4g}" if isinstance(value, float) else f"{name:19} {value}")

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import torch
 
-from nanoinfer.attention.base import KVCache
+from nanoinfer.attention.base import ForwardBatch, KVCache
 from nanoinfer.attention.select import BACKENDS, select_backend
 from nanoinfer.config import EngineConfig, ModelConfig, SchedulerConfig, heads_of_rank
 from nanoinfer.distributed.group import ParallelGroups
-from nanoinfer.layers.sampler import VocabShard, sample
+from nanoinfer.layers.sampler import SamplingBatch, VocabShard, sample
 from nanoinfer.models.loader import load_dummy_weights, load_weights, open_checkpoint
 from nanoinfer.models.qwen3 import Qwen3ForCausalLM
-from nanoinfer.step import KVCacheCapacity, SchedulerOutput, StepResult
+from nanoinfer.step import KVCacheCapacity, SchedulerOutput, StepResult, TokenLogprobs
 from nanoinfer.worker.input_batch import InputBatch
 from nanoinfer.worker.kv_cache import available_memory, num_cpu_blocks
 
@@ -77,25 +77,30 @@ class ModelRunner:
     @torch.inference_mode()
     def step(self, plan: SchedulerOutput) -> StepResult:
         """Runs one plan. After an exception the rows are uncertain: the next plan must set `forget_all`."""
-        assert self._batch is not None and self._kv_cache is not None, "step before allocate"
+        assert self._batch is not None, "step before allocate"
         self._batch.apply(plan)
         if not plan.num_scheduled_tokens:
             return StepResult()
         rows, batch = self._batch.build(plan)
         batch.plan = self.backend.plan(batch, self.block_size)
-        hidden = self.model(batch, self._kv_cache)
-        token_ids: list[int] = []
-        result = StepResult()
-        if len(rows.sampled):
-            logits = self.model.compute_logits(hidden, batch.logits_indices)
-            token_ids, logprobs = sample(logits, self._batch.sampling(rows), self._vocab_shard)
-            for i, position in enumerate(rows.sampled.tolist()):
-                seq_id = rows.seq_ids[position]
-                result.token_ids[seq_id] = [token_ids[i]]
-                if i in logprobs:
-                    result.logprobs[seq_id] = [logprobs[i]]
+        logits = self.forward(batch)
+        token_ids, logprobs = self.sample(logits, self._batch.sampling(rows)) if len(rows.sampled) else ([], {})
         self._batch.commit(rows, token_ids)
+        result = StepResult()
+        for i, position in enumerate(rows.sampled.tolist()):
+            result.token_ids[rows.seq_ids[position]] = [token_ids[i]]
+            if i in logprobs:
+                result.logprobs[rows.seq_ids[position]] = [logprobs[i]]
         return result
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """This rank's logits of the rows that sample; keys and values of all of the step's tokens are stored."""
+        assert self._kv_cache is not None
+        hidden = self.model(batch, self._kv_cache)
+        return self.model.compute_logits(hidden, batch.logits_indices)
+
+    def sample(self, logits: torch.Tensor, sampling: SamplingBatch) -> tuple[list[int], dict[int, TokenLogprobs]]:
+        return sample(logits, sampling, self._vocab_shard)
 
 
 def resolve_device(requested: str, model_config: ModelConfig) -> str:

@@ -30,11 +30,30 @@ template <> inline float from_float<float>(float x) { return x; }
 template <> inline bf16 from_float<bf16>(float x) {
     uint32_t bits;
     memcpy(&bits, &x, 4);
-    if ((bits & 0x7fffffff) > 0x7f800000) return (bf16)((bits >> 16) | 0x40);  // NaN stays NaN
-    return (bf16)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);                 // to nearest, ties to even
+    const uint32_t nearest = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // ties to even
+    return (bf16)((bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16) | 0x40 : nearest);  // NaN stays NaN
 }
 
 template <typename T> static inline float rounded(float x) { return to_float(from_float<T>(x)); }
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512BF16__)
+#define WIDE 1
+// 16 values of either type as float32; lanes beyond `mask` are zero, or not stored.
+static inline __mmask16 lanes(int64_t count) { return count >= 16 ? 0xffff : (__mmask16)((1u << count) - 1); }
+static inline __m512 load16(const float *p, __mmask16 mask) { return _mm512_maskz_loadu_ps(mask, p); }
+static inline __m512 load16(const bf16 *p, __mmask16 mask) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, p)), 16));
+}
+static inline void store16(float *p, __m512 x, __mmask16 mask) { _mm512_mask_storeu_ps(p, mask, x); }
+static inline void store16(bf16 *p, __m512 x, __mmask16 mask) {
+    _mm256_mask_storeu_epi16(p, mask, (__m256i)_mm512_cvtneps_pbh(x));
+}
+template <typename T> static inline __m512 rounded16(__m512 x);
+template <> inline __m512 rounded16<float>(__m512 x) { return x; }
+template <> inline __m512 rounded16<bf16>(__m512 x) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)), 16));
+}
+#endif
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Linear layers. A packed weight is a row of strips, each holding 32 outputs for all inputs:
@@ -58,6 +77,10 @@ static void configure_tiles() {
 
 // Rows of activations that are multiplied in one go: their packed form stays in the L2 cache while strips go by.
 static const int64_t ROWS_AT_ONCE = 256;
+// With many rows, so many input tiles at a time: then both factors of a product come from the L1 cache (16 KB each).
+static const int64_t K_TILES_AT_ONCE = 8;
+// Distance at which the weights of few rows are fetched ahead, which are read once, at the speed of memory.
+static const int64_t AHEAD = 4096;
 
 // x [rows, k] to tiles [rows / 16][k / 32][16][32], zero-padded.
 static void pack_rows(const bf16 *x, int64_t rows, int64_t k, int64_t row_stride, int64_t tile_row, bf16 *packed) {
@@ -76,19 +99,34 @@ static void pack_rows(const bf16 *x, int64_t rows, int64_t k, int64_t row_stride
         }
 }
 
-// 16 or 32 rows (tiles a0, a1) by one strip; sums [2 row tiles][2 halves][16][16] float32.
-template <bool TWO> static void multiply(const bf16 *a, int64_t k_tiles, const bf16 *strip, bool prefetch, float *sums) {
-    const bf16 *a1 = a + k_tiles * 512;
-    _tile_zero(0);
-    _tile_zero(1);
-    if (TWO) {
-        _tile_zero(2);
-        _tile_zero(3);
+// 16 or 32 rows (tile rows a and a1) by `k_tiles` tiles of a strip; sums [2 tile rows][2 halves][16][16] float32, which
+// are added to or started. `ahead` (or null) is what the caller will want next: lines of it are fetched meanwhile.
+template <bool TWO>
+static void multiply(const bf16 *a, const bf16 *a1, int64_t k_tiles, const bf16 *strip, const bf16 *ahead, int64_t lines,
+                     bool add, float *sums) {
+    if (add) {
+        _tile_loadd(0, sums, 64);
+        _tile_loadd(1, sums + 256, 64);
+        if (TWO) {
+            _tile_loadd(2, sums + 512, 64);
+            _tile_loadd(3, sums + 768, 64);
+        }
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        if (TWO) {
+            _tile_zero(2);
+            _tile_zero(3);
+        }
     }
     for (int64_t kt = 0; kt < k_tiles; ++kt) {
         const bf16 *b = strip + kt * 1024;
-        if (prefetch)
-            for (int line = 0; line < 32; ++line) _mm_prefetch((const char *)b + 8192 + line * 64, _MM_HINT_T0);
+        const char *next = (const char *)ahead + kt * lines * 64;
+        for (int64_t line = 0; line < lines; ++line) _mm_prefetch(next + line * 64, _MM_HINT_T1);
+        for (int64_t line = 0; line < 16; ++line) {
+            _mm_prefetch((const char *)(a + (kt + 2) * 512) + line * 64, _MM_HINT_T0);
+            if (TWO) _mm_prefetch((const char *)(a1 + (kt + 2) * 512) + line * 64, _MM_HINT_T0);
+        }
         _tile_loadd(6, b, 64);
         _tile_loadd(4, a + kt * 512, 64);
         _tile_dpbf16ps(0, 4, 6);
@@ -147,7 +185,7 @@ extern "C" void linear_bf16(const bf16 *x, int64_t m, int64_t k, int64_t x_strid
 #pragma omp parallel
     {
         configure_tiles();
-        alignas(64) float sums[1024];
+        alignas(64) float sums[ROWS_AT_ONCE / 32 * 1024];
         for (int64_t start = 0; start < m; start += ROWS_AT_ONCE) {
             const int64_t rows = std::min(ROWS_AT_ONCE, m - start);
 #pragma omp for schedule(static)
@@ -156,13 +194,22 @@ extern "C" void linear_bf16(const bf16 *x, int64_t m, int64_t k, int64_t x_strid
 #pragma omp for schedule(static)
             for (int64_t strip = 0; strip < strips; ++strip) {
                 const bf16 *weights = packed + strip * k_tiles * 1024;
-                for (int64_t r = 0; r < rows; r += 32) {
-                    const bf16 *a = scratch + (r / 16) * k_tiles * 512;
-                    if (rows - r > 16) multiply<true>(a, k_tiles, weights, r == 0, sums);
-                    else multiply<false>(a, k_tiles, weights, r == 0, sums);
-                    finish(sums, std::min<int64_t>(32, rows - r), strip, n, bias, gated, out + (start + r) * out_stride,
-                           out_stride);
+                const int64_t step = rows > 32 ? K_TILES_AT_ONCE : k_tiles;
+                for (int64_t kt = 0; kt < k_tiles; kt += step) {
+                    const int64_t count = std::min(step, k_tiles - kt);
+                    for (int64_t r = 0; r < rows; r += 32) {
+                        const bf16 *a = scratch + (r / 16 * k_tiles + kt) * 512, *b = weights + kt * 1024;
+                        // Few rows: the same strip, further on. Many: an eighth of the tiles that come after these.
+                        const bf16 *ahead = rows > 32 ? b + step * 1024 + r / 32 * step * 128 : b + AHEAD;
+                        const int64_t lines = rows > 32 ? 4 : 32;
+                        float *block = sums + r / 32 * 1024;
+                        if (rows - r > 16) multiply<true>(a, a + k_tiles * 512, count, b, ahead, lines, kt > 0, block);
+                        else multiply<false>(a, a, count, b, ahead, lines, kt > 0, block);
+                    }
                 }
+                for (int64_t r = 0; r < rows; r += 32)
+                    finish(sums + r / 32 * 1024, std::min<int64_t>(32, rows - r), strip, n, bias, gated,
+                           out + (start + r) * out_stride, out_stride);
             }
         }
         _tile_release();
@@ -274,46 +321,62 @@ static inline __m512 transpose_sum(__m512 *v) {
     for (int i = 0; i < 2; ++i)
         v[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[i], v[i + 2]), _mm512_unpackhi_ps(v[i], v[i + 2]));
     const __m512 sum = _mm512_add_ps(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
-    // The 128-bit lanes now hold vectors {0, 4, 8, 12} + lane order of the shuffles; see the index below.
     return sum;
 }
 
-template <int DIM> static void score_bf16(const bf16 *q, int group, const bf16 *k, int count, float (*scores)[CHUNK]) {
-    for (int g = 0; g < group; ++g) {
-        __m512bh query[DIM / 32];
-        for (int i = 0; i < DIM / 32; ++i) query[i] = load_bh(q + g * DIM + i * 32);
-        __m512 sums[CHUNK];
-        for (int t = 0; t < CHUNK; ++t) {
-            sums[t] = _mm512_setzero_ps();
-            if (t >= count) continue;
-            for (int i = 0; i < DIM / 32; ++i) sums[t] = _mm512_dpbf16_ps(sums[t], query[i], load_bh(k + t * DIM + i * 32));
-        }
-        alignas(64) float lanes[16];
-        _mm512_store_ps(lanes, transpose_sum(sums));
-        // unpacklo/hi interleave: within a 128-bit lane come vectors 0, 1, 2, 3 of the last four (0, 1 from unpack of
-        // v0 and v1, which themselves hold 0, 2 and 1, 3); lanes come from 0, 4, 8, 12.
-        static const int from[16] = {0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15};
-        for (int t = 0; t < CHUNK; ++t) scores[g][t] = lanes[from[t]];
+// The 16 sums of transpose_sum in order: within a 128-bit lane stand vectors 0 to 3 of a quad, and quads 0, 2, 1, 3.
+static inline __m512 in_order(__m512 sums) { return _mm512_shuffle_f32x4(sums, sums, 0xd8); }
+
+// Two heads (or one, twice) by CHUNK tokens; keys beyond `count` are not read.
+template <int DIM>
+static void score_bf16(const bf16 *q0, const bf16 *q1, const bf16 *k, int count, float *scores0, float *scores1) {
+    const int VECTORS = DIM / 32;
+    __m512 sums[2][CHUNK];
+    for (int t = 0; t < CHUNK; ++t) {
+        __m512 sum0 = _mm512_setzero_ps(), sum1 = _mm512_setzero_ps();
+        if (t < count)
+            for (int i = 0; i < VECTORS; ++i) {
+                const __m512bh key = load_bh(k + t * DIM + i * 32);
+                sum0 = _mm512_dpbf16_ps(sum0, load_bh(q0 + i * 32), key);
+                sum1 = _mm512_dpbf16_ps(sum1, load_bh(q1 + i * 32), key);
+            }
+        sums[0][t] = sum0;
+        sums[1][t] = sum1;
     }
+    _mm512_store_ps(scores0, in_order(transpose_sum(sums[0])));
+    _mm512_store_ps(scores1, in_order(transpose_sum(sums[1])));
 }
 
-// Two tokens at a time: their values are interleaved so that one dot-product instruction adds both.
-template <int DIM> static void weigh_bf16(const float (*p)[CHUNK], int group, const bf16 *v, int count, float *acc) {
+// Two tokens at a time: their values are interleaved so that one dot-product instruction adds both; for two heads (or
+// one, twice, with acc1 null).
+template <int DIM>
+static void weigh_bf16(const float *p0, const float *p1, const bf16 *v, int count, float *acc0, float *acc1) {
     const int VECTORS = DIM / 32;
-    for (int g = 0; g < group; ++g) {
-        __m512 sums[2 * VECTORS];
-        for (int i = 0; i < 2 * VECTORS; ++i) sums[i] = _mm512_load_ps(acc + g * DIM + i * 16);
-        for (int t = 0; t < count; t += 2) {
-            const uint32_t low = from_float<bf16>(p[g][t]), high = t + 1 < count ? from_float<bf16>(p[g][t + 1]) : 0;
-            const __m512bh weights = (__m512bh)_mm512_set1_epi32((int)(low | high << 16));
-            const bf16 *next = t + 1 < count ? v + (t + 1) * DIM : v + t * DIM;
-            for (int i = 0; i < VECTORS; ++i) {
-                const __m512i a = _mm512_loadu_si512(v + t * DIM + i * 32), b = _mm512_loadu_si512(next + i * 32);
-                sums[2 * i] = _mm512_dpbf16_ps(sums[2 * i], weights, (__m512bh)_mm512_unpacklo_epi16(a, b));
-                sums[2 * i + 1] = _mm512_dpbf16_ps(sums[2 * i + 1], weights, (__m512bh)_mm512_unpackhi_epi16(a, b));
-            }
+    __m512 sums0[2 * VECTORS], sums1[2 * VECTORS];
+    for (int i = 0; i < 2 * VECTORS; ++i) {
+        sums0[i] = _mm512_load_ps(acc0 + i * 16);
+        sums1[i] = acc1 ? _mm512_load_ps(acc1 + i * 16) : _mm512_setzero_ps();
+    }
+    // Pairs of weights, rounded to bf16; those beyond `count` are zero.
+    alignas(64) bf16 pairs0[CHUNK], pairs1[CHUNK];
+    _mm256_store_si256((__m256i *)pairs0, (__m256i)_mm512_cvtneps_pbh(_mm512_load_ps(p0)));
+    _mm256_store_si256((__m256i *)pairs1, (__m256i)_mm512_cvtneps_pbh(_mm512_load_ps(p1)));
+    for (int t = 0; t < count; t += 2) {
+        const __m512bh weights0 = (__m512bh)_mm512_set1_epi32(((const int *)pairs0)[t / 2]);
+        const __m512bh weights1 = (__m512bh)_mm512_set1_epi32(((const int *)pairs1)[t / 2]);
+        const bf16 *row = v + t * DIM, *next = t + 1 < count ? row + DIM : row;
+        for (int i = 0; i < VECTORS; ++i) {
+            const __m512i a = _mm512_loadu_si512(row + i * 32), b = _mm512_loadu_si512(next + i * 32);
+            const __m512bh low = (__m512bh)_mm512_unpacklo_epi16(a, b), high = (__m512bh)_mm512_unpackhi_epi16(a, b);
+            sums0[2 * i] = _mm512_dpbf16_ps(sums0[2 * i], weights0, low);
+            sums0[2 * i + 1] = _mm512_dpbf16_ps(sums0[2 * i + 1], weights0, high);
+            sums1[2 * i] = _mm512_dpbf16_ps(sums1[2 * i], weights1, low);
+            sums1[2 * i + 1] = _mm512_dpbf16_ps(sums1[2 * i + 1], weights1, high);
         }
-        for (int i = 0; i < 2 * VECTORS; ++i) _mm512_store_ps(acc + g * DIM + i * 16, sums[i]);
+    }
+    for (int i = 0; i < 2 * VECTORS; ++i) {
+        _mm512_store_ps(acc0 + i * 16, sums0[i]);
+        if (acc1) _mm512_store_ps(acc1 + i * 16, sums1[i]);
     }
 }
 
@@ -349,18 +412,36 @@ static void attend_range(const T *q, int group, const AttentionShape &shape, con
         const int64_t at = ((blocks[token / shape.block_size] * shape.num_kv_heads + kv_head) * shape.block_size + offset) * head_dim;
         const T *k = k_cache + at, *v = v_cache + at;
 #ifdef FAST_BF16
-        if constexpr (DIM != 0) score_bf16<DIM>((const bf16 *)q, group, (const bf16 *)k, count, scores);
-        else
+        if constexpr (DIM != 0) {
+            // What comes two chunks later: a new block's memory is nobody's to foresee but ours.
+            const int64_t later = token + 2 * CHUNK;
+            if (later < stop) {
+                const int64_t block = blocks[later / shape.block_size];
+                const int64_t there = ((block * shape.num_kv_heads + kv_head) * shape.block_size + later % shape.block_size) * DIM;
+                for (int line = 0; line < CHUNK * DIM * 2 / 64; ++line) {
+                    _mm_prefetch((const char *)(k_cache + there) + line * 64, _MM_HINT_T0);
+                    _mm_prefetch((const char *)(v_cache + there) + line * 64, _MM_HINT_T0);
+                }
+            }
+            for (int g = 0; g < group; g += 2) {
+                const int h = g + 1 < group ? g + 1 : g;
+                score_bf16<DIM>((const bf16 *)q + g * DIM, (const bf16 *)q + h * DIM, (const bf16 *)k, count, scores[g], scores[h]);
+            }
+        } else
 #endif
             Head<T>::score(q, group, head_dim, k, count, scores);
         for (int g = 0; g < group; ++g) {
-            float maximum = maxima[g];
-            for (int t = 0; t < count; ++t) maximum = std::max(maximum, scores[g][t] *= shape.scale);
-            const float shrink = maxima[g] == -INFINITY ? 0.0f : std::exp(maxima[g] - maximum);
-            float sum = 0;
+            float maximum = maxima[g], sum = 0;
 #if defined(__AVX512F__)
             const __mmask16 mask = (__mmask16)((1u << count) - 1);
-            const __m512 p = _mm512_maskz_mov_ps(mask, exp512(_mm512_sub_ps(_mm512_load_ps(scores[g]), _mm512_set1_ps(maximum))));
+            const __m512 scaled = _mm512_mul_ps(_mm512_load_ps(scores[g]), _mm512_set1_ps(shape.scale));
+            maximum = std::max(maximum, _mm512_mask_reduce_max_ps(mask, scaled));
+#else
+            for (int t = 0; t < count; ++t) maximum = std::max(maximum, scores[g][t] *= shape.scale);
+#endif
+            const float shrink = maxima[g] == -INFINITY ? 0.0f : maxima[g] == maximum ? 1.0f : std::exp(maxima[g] - maximum);
+#if defined(__AVX512F__)
+            const __m512 p = _mm512_maskz_mov_ps(mask, exp512(_mm512_sub_ps(scaled, _mm512_set1_ps(maximum))));
             _mm512_store_ps(scores[g], p);
             sum = _mm512_reduce_add_ps(p);
 #else
@@ -374,7 +455,12 @@ static void attend_range(const T *q, int group, const AttentionShape &shape, con
             maxima[g] = maximum;
         }
 #ifdef FAST_BF16
-        if constexpr (DIM != 0) weigh_bf16<DIM>(scores, group, (const bf16 *)v, count, acc);
+        if constexpr (DIM != 0)
+            for (int g = 0; g < group; g += 2) {
+                const bool two = g + 1 < group;
+                weigh_bf16<DIM>(scores[g], scores[two ? g + 1 : g], (const bf16 *)v, count, acc + g * DIM,
+                                two ? acc + (g + 1) * DIM : nullptr);
+            }
         else
 #endif
             Head<T>::weigh(scores, group, head_dim, v, count, acc);
@@ -703,16 +789,45 @@ extern "C" void paged_prefill_bf16(const bf16 *q, const bf16 *k_cache, const bf1
 // Norms, rotary embedding, KV store. Rounded to the tensors' type where the twin rounds.
 
 template <typename T> static float inverse_rms(const T *x, int64_t size, float eps) {
+#ifdef WIDE
+    __m512 squares = _mm512_setzero_ps();
+    for (int64_t i = 0; i < size; i += 16) {
+        const __m512 value = load16(x + i, lanes(size - i));
+        squares = _mm512_fmadd_ps(value, value, squares);
+    }
+    const float sum = _mm512_reduce_add_ps(squares);
+#else
     float sum = 0;
 #pragma omp simd reduction(+ : sum)
     for (int64_t i = 0; i < size; ++i) sum += to_float(x[i]) * to_float(x[i]);
+#endif
     return 1.0f / std::sqrt(sum / size + eps);
 }
 
 template <typename T> static void normalize(const T *x, const T *weight, int64_t size, float eps, T *out) {
     const float factor = inverse_rms(x, size, eps);
+#ifdef WIDE
+    for (int64_t i = 0; i < size; i += 16) {
+        const __mmask16 mask = lanes(size - i);
+        const __m512 normed = rounded16<T>(_mm512_mul_ps(load16(x + i, mask), _mm512_set1_ps(factor)));
+        store16(out + i, _mm512_mul_ps(normed, load16(weight + i, mask)), mask);
+    }
+#else
 #pragma omp simd
     for (int64_t i = 0; i < size; ++i) out[i] = from_float<T>(rounded<T>(to_float(x[i]) * factor) * to_float(weight[i]));
+#endif
+}
+
+template <typename T> static void add_to(T *sum, const T *x, int64_t size) {
+#ifdef WIDE
+    for (int64_t i = 0; i < size; i += 16) {
+        const __mmask16 mask = lanes(size - i);
+        store16(sum + i, _mm512_add_ps(load16(x + i, mask), load16(sum + i, mask)), mask);
+    }
+#else
+#pragma omp simd
+    for (int64_t i = 0; i < size; ++i) sum[i] = from_float<T>(to_float(x[i]) + to_float(sum[i]));
+#endif
 }
 
 // residual (may be null) += x, then out = norm(residual); without one, out = norm(x).
@@ -722,10 +837,8 @@ static void rms_norm(const T *x, T *residual, const T *weight, int64_t rows, int
     for (int64_t row = 0; row < rows; ++row) {
         const T *source = x + row * size;
         if (residual) {
-            T *sum = residual + row * size;
-#pragma omp simd
-            for (int64_t i = 0; i < size; ++i) sum[i] = from_float<T>(to_float(source[i]) + to_float(sum[i]));
-            source = sum;
+            add_to(residual + row * size, source, size);
+            source = residual + row * size;
         }
         normalize(source, weight, size, eps, out + row * size);
     }
@@ -745,6 +858,16 @@ static void norm_and_rotate(const T *x, const T *weight, const T *cos, const T *
     T normed[512];
     normalize(x, weight, head_dim, eps, normed);
     const int64_t half = head_dim / 2;
+#ifdef WIDE
+    for (int64_t i = 0; i < half; i += 16) {
+        const __mmask16 mask = lanes(half - i);
+        const __m512 a = load16(normed + i, mask), b = load16(normed + half + i, mask);
+        const __m512 c = load16(cos + i, mask), s = load16(sin + i, mask);
+        store16(out + i, _mm512_fmsub_ps(a, c, _mm512_mul_ps(b, s)), mask);
+        store16(out + half + i, _mm512_fmadd_ps(b, c, _mm512_mul_ps(a, s)), mask);
+    }
+    return;
+#endif
 #pragma omp simd
     for (int64_t i = 0; i < half; ++i) {
         const float a = to_float(normed[i]), b = to_float(normed[i + half]), c = to_float(cos[i]), s = to_float(sin[i]);

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import math
 import mmap
 from dataclasses import dataclass
 
@@ -34,6 +35,7 @@ _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _ROWS_AT_ONCE = 256
 MAX_GROUP = 16
 MAX_HEAD_DIM = 256
+_HUGE_PAGE = 2 << 20
 
 
 @dataclass(frozen=True)
@@ -211,12 +213,12 @@ def kernels_for(dtype: torch.dtype, device: str) -> CPUKernels | None:
 
 def huge_empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Uninitialized (zero) memory on huge pages where the kernel grants them: read about a fifth faster here."""
-    count = 1
-    for size in shape:
-        count *= size
-    if count * dtype.itemsize < 1 << 21:
+    size = math.prod(shape) * dtype.itemsize
+    if size < _HUGE_PAGE:
         return torch.zeros(shape, dtype=dtype)
-    region = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Whole huge pages, from the first byte to the last: mmap promises no alignment to them.
+    region = mmap.mmap(-1, (-(-size // _HUGE_PAGE) + 1) * _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         region.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(region, dtype=dtype).view(shape)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(region))
+    return torch.frombuffer(region, dtype=dtype, count=math.prod(shape), offset=-start % _HUGE_PAGE).view(shape)

@@ -1,0 +1,66 @@
+"""What a decode step costs beside the model: `python bench.py --host-only`.
+
+The forward pass and the sampler are replaced by stand-ins that return at once; scheduling, the step's tensors, block
+growth, stop checks and outputs are as in earnest.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanoinfer.attention.base import ForwardBatch
+from nanoinfer.bench.workload import QWEN3_0_6B
+from nanoinfer.executor.uniproc import UniprocExecutor
+from nanoinfer.layers.sampler import SamplingBatch
+from nanoinfer.llm import LLM
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.step import StepStats, TokenLogprobs
+
+_SHAPE = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
+_SHAPE |= {"num_key_value_heads": 1, "head_dim": 32}
+_PROMPT_TOKENS, _OUTPUT_TOKENS = 16, 100
+
+
+def measure_host_time(batch_sizes: tuple[int, ...] = (1, 32, 256, 1024)) -> dict[str, Any]:
+    """host_ms_per_step: running sequences (as a string, for JSON) to the median milliseconds of a decode step."""
+    found = {}
+    for num_seqs in batch_sizes:
+        with tempfile.TemporaryDirectory() as directory:
+            Path(directory, "config.json").write_text(json.dumps(QWEN3_0_6B | _SHAPE))
+            options: dict[str, Any] = {"load_format": "dummy", "max_model_len": 256, "seed": 0}
+            options |= {"max_num_seqs": num_seqs, "max_num_batched_tokens": (_PROMPT_TOKENS + 1) * num_seqs}
+            with LLM(directory, num_kvcache_blocks=8 * num_seqs, **options) as llm:
+                found[str(num_seqs)] = 1e3 * statistics.median(_step_seconds(llm, num_seqs))
+    return {"benchmark": "host_only", "host_ms_per_step": found}
+
+
+def _step_seconds(llm: LLM, num_seqs: int) -> list[float]:
+    """Seconds of each step in which all sequences decode."""
+    executor = llm.engine.executor
+    assert isinstance(executor, UniprocExecutor)
+    runner = executor.runner
+
+    def forward(batch: ForwardBatch) -> torch.Tensor:
+        return torch.empty(len(batch.logits_indices), 0)
+
+    def sample(logits: torch.Tensor, sampling: SamplingBatch) -> tuple[list[int], dict[int, TokenLogprobs]]:
+        return [7] * len(logits), {}
+
+    runner.forward, runner.sample = forward, sample  # type: ignore[method-assign]
+    seconds: list[float] = []
+
+    def observe(stats: StepStats) -> None:
+        if stats.num_decode_tokens == num_seqs:
+            seconds.append(stats.seconds)
+
+    llm.engine.on_step = observe
+    prompts = [[i % 1000 + 10, *range(_PROMPT_TOKENS - 1)] for i in range(num_seqs)]
+    params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=_OUTPUT_TOKENS)
+    llm.generate(prompts, params, use_tqdm=False)
+    return seconds

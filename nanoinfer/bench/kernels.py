@@ -1,0 +1,115 @@
+"""The CPU kernels alone, against what the machine can do: `python bench.py --kernels`.
+
+Each kernel runs over enough layers' data (more than 1 GB) that no cache can flatter it; bytes moved are the weights or
+the keys and values, which have to be read once. Best of several passes, as for the machine's own rates.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nanoinfer.bench.machine import measure_machine
+from nanoinfer.kernels.cpu import ops
+
+_TOTAL_BYTES = 1.2e9
+_PASSES = 5
+# Qwen3-0.6B: inputs x outputs of each linear layer and of the head, with the rows of a decode step.
+_LINEARS = {"qkv_proj": (1024, 4096), "o_proj": (2048, 1024), "gate_up_proj": (1024, 6144), "down_proj": (3072, 1024)}
+_HEAD = (1024, 151936)
+_DECODES = {"decode 32 x 400": (32, 400), "decode 8 x 1600": (8, 1600), "decode 1 x 8192": (1, 8192)}
+_PREFILL_TOKENS = 512
+_HEADS, _KV_HEADS, _HEAD_DIM, _BLOCK_SIZE = 16, 8, 128, 32
+
+
+def measure_kernels() -> dict[str, Any]:
+    """Per kernel: bytes, microseconds a call, GB/s and the fraction of the reading speed (or of the GEMM rate)."""
+    machine = measure_machine("cpu", torch.bfloat16, 1)
+    kernels = ops.load()
+    if kernels is None or not kernels.has_amx:
+        raise SystemExit("bench.py --kernels: there are no compiled kernels with AMX on this machine")
+    report: dict[str, Any] = {
+        "benchmark": "kernels",
+        "read_gb_s": machine.read_gb_s,
+        "gemm_tflop_s": machine.gemm_tflop_s,
+    }
+    for name, (k, n) in {**_LINEARS, "lm_head": _HEAD}.items():
+        for rows in (1, 32):
+            seconds = _linear_seconds(kernels, rows, k, n)
+            report[f"{name} x {rows}"] = _memory_row(2 * k * n, seconds, machine.read_gb_s)
+    for rows in (512, 1024):
+        flops = sum(2 * rows * k * n for k, n in _LINEARS.values())
+        seconds = sum(_linear_seconds(kernels, rows, k, n) for k, n in _LINEARS.values())
+        report[f"linears x {rows}"] = _compute_row(flops, seconds, machine.gemm_tflop_s)
+    for name, (num_seqs, length) in _DECODES.items():
+        num_bytes = num_seqs * length * _KV_HEADS * _HEAD_DIM * 4
+        report[name] = _memory_row(num_bytes, _decode_seconds(kernels, num_seqs, length), machine.read_gb_s)
+    flops = 4 * _HEADS * _HEAD_DIM * _PREFILL_TOKENS * (_PREFILL_TOKENS + 1) // 2
+    report[f"prefill {_PREFILL_TOKENS}"] = _compute_row(flops, _prefill_seconds(kernels), machine.gemm_tflop_s)
+    return report
+
+
+def _memory_row(num_bytes: int, seconds: float, read_gb_s: float) -> dict[str, float]:
+    rate = num_bytes / seconds / 1e9
+    return {"bytes": num_bytes, "us": 1e6 * seconds, "gb_s": rate, "fraction": rate / read_gb_s}
+
+
+def _compute_row(flops: int, seconds: float, gemm_tflop_s: float) -> dict[str, float]:
+    rate = flops / seconds / 1e12
+    return {"flops": flops, "us": 1e6 * seconds, "tflop_s": rate, "fraction": rate / gemm_tflop_s}
+
+
+def _best_seconds(call: Callable[[int], object], num_layers: int) -> float:
+    """Of one call, averaged over all layers, in the best pass."""
+    best = float("inf")
+    for _ in range(_PASSES):
+        start = time.perf_counter()
+        for layer in range(num_layers):
+            call(layer)
+        best = min(best, (time.perf_counter() - start) / num_layers)
+    return best
+
+
+def _linear_seconds(kernels: ops.CPUKernels, rows: int, k: int, n: int) -> float:
+    first = kernels.pack(torch.randn(n, k).bfloat16())
+    weights = [first]
+    for _ in range(int(_TOTAL_BYTES / (2 * k * n))):
+        data = ops.huge_empty(tuple(first.data.shape), torch.bfloat16)
+        weights.append(ops.PackedWeight(data.copy_(first.data), n, k, False))
+    x = torch.randn(rows, k).bfloat16()
+    return _best_seconds(lambda layer: kernels.linear(x, weights[layer]), len(weights))
+
+
+def _decode_seconds(kernels: ops.CPUKernels, num_seqs: int, length: int) -> float:
+    columns = -(-length // _BLOCK_SIZE)
+    num_blocks = num_seqs * columns
+    num_layers = int(_TOTAL_BYTES / (num_blocks * _BLOCK_SIZE * _KV_HEADS * _HEAD_DIM * 4)) + 1
+    kv = ops.huge_empty((2, num_layers, num_blocks, _KV_HEADS, _BLOCK_SIZE, _HEAD_DIM), torch.bfloat16)
+    kv.copy_(torch.randn(num_blocks, _KV_HEADS, _BLOCK_SIZE, _HEAD_DIM).bfloat16())
+    tables = torch.randperm(num_blocks).to(torch.int32).view(num_seqs, columns)
+    lens = torch.full((num_seqs,), length, dtype=torch.int32)
+    q = torch.randn(num_seqs, _HEADS, _HEAD_DIM).bfloat16()
+    out, rows = torch.empty_like(q), torch.arange(num_seqs)
+    splits = max(1, 8 // (num_seqs * _KV_HEADS))
+
+    def call(layer: int) -> None:
+        kernels.paged_decode(q, out, kv[0, layer], kv[1, layer], tables, lens, rows, _HEAD_DIM**-0.5, splits)
+
+    return _best_seconds(call, num_layers)
+
+
+def _prefill_seconds(kernels: ops.CPUKernels) -> float:
+    columns, num_layers = _PREFILL_TOKENS // _BLOCK_SIZE, 28
+    kv = torch.randn(2, columns, _KV_HEADS, _BLOCK_SIZE, _HEAD_DIM).bfloat16().expand(num_layers, -1, -1, -1, -1, -1)
+    kv = kv.contiguous()
+    q = torch.randn(_PREFILL_TOKENS, _HEADS, _HEAD_DIM).bfloat16()
+    out, tables = torch.empty_like(q), torch.arange(columns, dtype=torch.int32).unsqueeze(0)
+    start, length = torch.tensor([0]), torch.tensor([_PREFILL_TOKENS])
+
+    def call(layer: int) -> None:
+        kernels.paged_prefill(q, out, kv[layer, 0], kv[layer, 1], tables, start, length, length, _HEAD_DIM**-0.5, 1)
+
+    return _best_seconds(call, num_layers)
