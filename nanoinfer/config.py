@@ -150,17 +150,11 @@ class YarnScaling:
 def heads_of_rank(num_heads: int, num_kv_heads: int, size: int) -> tuple[int, int]:
     """(query heads, KV heads) that each of `size` ranks holds; with more ranks than KV heads, these are replicated.
 
-    Raises ValueError, with the sizes that are possible, if the heads cannot be shared out evenly.
+    Raises ValueError if the heads cannot be shared out evenly.
     """
-
-    def fits(size: int) -> bool:
-        return num_heads % size == 0 and (num_kv_heads % size == 0 or size % num_kv_heads == 0)
-
-    if not fits(size):
-        valid = [n for n in range(1, num_heads + 1) if fits(n)]
+    if num_heads % size or (num_kv_heads % size and size % num_kv_heads):
         raise ValueError(
-            f"tensor_parallel_size {size} does not divide {num_heads} attention and {num_kv_heads} key-value heads; "
-            f"possible sizes are {valid}"
+            f"tensor_parallel_size {size} does not divide {num_heads} attention and {num_kv_heads} key-value heads"
         )
     return num_heads // size, max(1, num_kv_heads // size)
 
@@ -195,13 +189,18 @@ class ModelConfig:
 
     def check_tensor_parallel(self, size: int) -> None:
         """Raises ValueError, with the sizes that are possible, if the model cannot be split over `size` ranks."""
-        heads_of_rank(self.num_attention_heads, self.num_key_value_heads, size)
+        if (reason := self._not_divisible(size)) is not None:
+            valid = [n for n in range(1, self.num_attention_heads + 1) if self._not_divisible(n) is None]
+            raise ValueError(f"{reason}; possible sizes are {valid}")
+
+    def _not_divisible(self, size: int) -> str | None:
+        try:
+            heads_of_rank(self.num_attention_heads, self.num_key_value_heads, size)
+        except ValueError as error:
+            return str(error)
         if self.intermediate_size % size:
-            valid = [n for n in range(1, self.num_attention_heads + 1) if self.intermediate_size % n == 0]
-            raise ValueError(
-                f"tensor_parallel_size {size} does not divide intermediate_size {self.intermediate_size}; "
-                f"possible sizes are {valid}"
-            )
+            return f"tensor_parallel_size {size} does not divide intermediate_size {self.intermediate_size}"
+        return None
 
     @classmethod
     def from_directory(cls, directory: Path) -> ModelConfig:
