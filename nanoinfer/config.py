@@ -26,7 +26,7 @@ def parse_dtype(value: object) -> str:
     name = str(value).removeprefix("torch.")
     name = _DTYPE_ALIASES.get(name, name)
     if name not in DTYPES:
-        raise ValueError(f"dtype is {value!r}; supported are 'auto', {', '.join(map(repr, DTYPES))}")
+        raise ValueError(f"dtype is {value!r}; supported are {', '.join(map(repr, DTYPES))}")
     return name
 
 
@@ -56,6 +56,9 @@ class EngineConfig:
     cpu_kvcache_gib: size of the KV pool on a CPU; None is the smaller of 4 GiB and 40 % of the available memory.
     tensor_parallel_size: ranks that share each layer, one process each; 1 runs in this process.
     step_timeout: seconds after which a step that has not come back counts as hung (with several ranks).
+    load_timeout: the same for start-up, in seconds.
+    enable_prefix_caching: full blocks of earlier requests are reused for equal prefixes.
+    enforce_eager: no CUDA graphs (on a GPU).
     load_format: "auto", or "dummy" for seeded random weights (no file but config.json is needed).
     seed: source of the seeds of requests that bring none, and of dummy weights; None draws one, which is logged.
     revision: branch, tag or commit of a hub id.
@@ -74,6 +77,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     tensor_parallel_size: int = 1
     step_timeout: float = 300.0
+    load_timeout: float = 1800.0
     enforce_eager: bool = False
     load_format: str = "auto"
     seed: int | None = None
@@ -88,7 +92,7 @@ class EngineConfig:
                 close = difflib.get_close_matches(name, names, n=1)
                 hint = f" (did you mean {close[0]!r}?)" if close else ""
                 raise TypeError(f"unknown option {name!r}{hint}; options are {', '.join(names)}")
-        return cls(str(model), **options)
+        return cls(str(model) if isinstance(model, Path) else model, **options)
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -111,6 +115,7 @@ class EngineConfig:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         _require_positive("gpu_memory_utilization", self.gpu_memory_utilization, 1.0)
         _require_positive("step_timeout", self.step_timeout, math.inf)
+        _require_positive("load_timeout", self.load_timeout, math.inf)
         if self.cpu_kvcache_gib is not None:
             _require_positive("cpu_kvcache_gib", self.cpu_kvcache_gib, math.inf)
 
@@ -309,7 +314,7 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     if layer_types is not None:
         windowed = any(kind != "full_attention" for kind in layer_types)
     else:
-        windowed = raw.get("sliding_window") is not None and raw.get("max_window_layers", 0) < _integer(
+        windowed = raw.get("sliding_window") is not None and (raw.get("max_window_layers") or 0) < _integer(
             raw, "num_hidden_layers"
         )
     if windowed and raw.get("use_sliding_window"):
@@ -354,6 +359,10 @@ def _parse_rope(raw: Mapping[str, Any]) -> tuple[float, YarnScaling | None]:
     known = {field.name for field in dataclasses.fields(YarnScaling)}
     if unknown := sorted(set(options) - known):
         raise ValueError(f"the yarn rope scaling has unknown keys {unknown}; known are {sorted(known)}")
-    _number(options, "factor")
+    for key in ("factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"):
+        if key == "factor" or key in options:
+            _number(options, key)
+    if options["factor"] < 1:
+        raise ValueError(f"the yarn factor is {options['factor']}; it must be at least 1")
     _integer(options, "original_max_position_embeddings")
     return stated[0], YarnScaling(**options)

@@ -62,18 +62,22 @@ class LLM:
         prompts: Prompt | Iterable[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Completes prompts; outputs are in their order.
 
         prompts: a string, token ids (list or numpy array), {"prompt": ...} or {"prompt_token_ids": ...}, or several
-        of these. params: for all, or one per prompt; None takes the checkpoint's generation_config.json. Prompt plus
-        output is capped at `max_model_len`.
+        of these. params: for all, or one per prompt; None takes the checkpoint's generation_config.json.
+        `sampling_params` is vLLM's name for the same. Prompt plus output is capped at `max_model_len`.
 
         Raises ValueError on bad input, before anything runs. If an exception or Ctrl-C ends the call, its requests
         are aborted and the engine stays usable.
         """
+        if params is not None and sampling_params is not None:
+            raise ValueError("params and sampling_params are two names of one argument; give one of them")
         engine = self.engine
-        requests = engine.prepare(prompts, params)
+        requests = engine.prepare(prompts, sampling_params if params is None else params)
         try:
             engine.add(requests)
             with _Progress(engine, len(requests), disable=not use_tqdm or not sys.stderr.isatty()) as progress:
@@ -123,11 +127,18 @@ class LLM:
         enable_thinking: bool | None,
         tools: list[dict[str, Any]] | None,
     ) -> list[Prompt]:
-        conversations: Any = [messages] if _is_conversation(messages) else messages
+        if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
+            raise ValueError(f"messages is {messages!r}; it must be a list of messages, or a list of such lists")
+        one = all(isinstance(message, Mapping) for message in messages)
+        conversations: Any = [messages] if one and messages else messages
         options: dict[str, Any] = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         if tools is not None:
             options["tools"] = tools
-        return [self.engine.input_processor.render_chat(conversation, **options) for conversation in conversations]
+        processor = self.engine.input_processor
+        return [
+            processor.render_chat(conversation, f"messages[{i}]", **options)
+            for i, conversation in enumerate(conversations)
+        ]
 
     def close(self) -> None:
         """Frees model and KV cache. Idempotent; the LLM cannot be used afterwards."""
@@ -177,7 +188,8 @@ class _Stream(Iterator[str]):
         self._engine.abort([self._request])
 
     def __del__(self) -> None:
-        self.close()
+        # The collector runs at any moment, also within a step: leave it to the next one.
+        self._engine.abort_later(self._request)
 
 
 class _Progress:

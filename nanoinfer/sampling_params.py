@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 # Below this, vLLM takes a temperature for greedy, too.
@@ -16,14 +17,14 @@ MAX_LOGPROBS = 20
 
 
 def _check_number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    ok = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     if not ok or not (low <= value <= high) or (low_open and value == low):  # type: ignore[operator]
         bound = f"in {'(' if low_open else '['}{low}, {high}{']' if high < math.inf else ')'}"
         raise ValueError(f"{name} is {value!r}; it must be a finite number {bound}")
 
 
 def _check_int(name: str, value: object, low: int, high: float = math.inf) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+    if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
         limit = f"of at least {low}" if high == math.inf else f"from {low} to {high:.0f}"
         raise ValueError(f"{name} is {value!r}; it must be an integer {limit}")
 
@@ -48,12 +49,14 @@ class SamplingParams:
         negative ones multiplied.
     presence_penalty, frequency_penalty: over the output, subtracted once and per occurrence.
     seed: makes the draws of this request a function of the seed alone.
+    max_tokens: output tokens at most.
     stop: strings that end the output; cut from the text unless include_stop_str_in_output.
     stop_token_ids: ids that end the output, beside the model's end-of-sequence ids.
     ignore_eos: the model's end-of-sequence ids do not stop.
     min_tokens: no stop of any kind before so many output tokens.
     logprobs: number of best tokens whose log-probabilities are returned beside the chosen one's; of the raw
         distribution (before penalties, temperature and filters). None returns none.
+    skip_special_tokens: control tokens are left out of the text.
     detokenize: False leaves `text` empty; stop strings then cannot work and are refused.
     """
 

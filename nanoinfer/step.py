@@ -72,7 +72,7 @@ class KVCacheCapacity:
     """What one rank reports at start-up, before the pool is allocated.
 
     num_blocks: as many as fit; block_size: tokens per block; bytes_per_block: keys and values of all layers.
-    max_num_batched_tokens: the token budget of a step that suits the device.
+    max_num_batched_tokens: the token budget of a step that suits the device. num_threads: of the rank, on the CPU.
     """
 
     num_blocks: int
@@ -81,6 +81,7 @@ class KVCacheCapacity:
     max_num_batched_tokens: int
     device: str
     dtype: str
+    num_threads: int = 1
 
 
 @dataclass(frozen=True)

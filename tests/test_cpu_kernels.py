@@ -284,3 +284,23 @@ def test_a_bf16_model_on_the_kernels_stays_near_its_float32_self(variant: str, t
         pairs = [(v.logprob, float(expected[i, t])) for i, entry in enumerate(got) for t, v in entry.items()]
         ours, theirs = torch.tensor(pairs).T
         assert relative_error(ours, theirs) < 5e-2
+
+
+@pytest.mark.parametrize("has_compiler", [True, False])
+def test_the_user_s_default_dtype_and_device_are_none_of_our_business(
+    has_compiler: bool, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Scratch memory and masks of another dtype than the kernels take would be overrun."""
+    if not has_compiler:
+        request.getfixturevalue("no_compiler")
+    model = tiny.save(tmp_path, "tied", max_position_embeddings=2048)
+    prompts = [[i % 300 + 10 for i in range(1200)], [5, 6, 7]]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with LLM(tmp_path, num_kvcache_blocks=80, kvcache_block_size=32) as llm:
+            outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, top_p=0.9))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    reference_model = tiny.Reference(model)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        reference_model.assert_greedy(prompt, output.token_ids)

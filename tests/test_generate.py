@@ -553,6 +553,7 @@ def test_a_stream_that_is_dropped_aborts_its_request(text_llm: LLM, num_taken: i
         next(stream)
     del stream
     gc.collect()
+    text_llm.engine.step()  # a collector may run within a step, so it is left to the next one
     leaked = list(text_llm.engine.output_processor.requests.values())
     text_llm.engine.abort(leaked)  # for the tests after this one
     assert not leaked
@@ -976,3 +977,56 @@ def test_a_queue_may_be_aborted_from_either_end() -> None:
     assert returned == requests[3:10]
     assert {request.output().outputs[0].finish_reason for request in requests[:3] + requests[10:]} == {"abort"}
     assert_idle(llm.engine)
+
+
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        ("hi", "messages is 'hi'"),
+        ({"role": "user", "content": "hi"}, "messages is"),
+        ([{"content": "hi"}], r"messages\[0\]\[0\] is .*'role' and 'content'"),
+        ([{"role": "user"}], r"messages\[0\]\[0\]: 'content' is None"),
+        (
+            [[{"role": "user", "content": "hi"}], [{"role": "user", "content": 5}]],
+            r"messages\[1\]\[0\]: 'content' is 5",
+        ),
+        ([[]], r"messages\[0\] is \[\]"),
+    ],
+)
+def test_a_conversation_that_is_none_is_refused_by_its_place(text_llm: LLM, messages: Any, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        text_llm.chat(messages, greedy())
+    assert_idle(text_llm.engine)
+
+
+@pytest.mark.parametrize("prompts", [None, 5, np.array(5), b"hi", [b"hi"]])
+def test_what_is_no_prompt_is_refused_as_such(text_llm: LLM, prompts: Any) -> None:
+    with pytest.raises(ValueError, match="prompt"):
+        text_llm.generate(prompts, greedy())
+    assert_idle(text_llm.engine)
+
+
+def test_vllm_s_name_for_the_params_works_and_both_names_at_once_do_not(text_llm: LLM) -> None:
+    (output,) = text_llm.generate([1, 2], sampling_params=greedy(3))
+    assert len(output.token_ids) == 3
+    with pytest.raises(ValueError, match="two names"):
+        text_llm.generate([1, 2], greedy(3), sampling_params=greedy(3))
+
+
+def test_a_stream_that_is_collected_within_a_step_harms_nobody(text_llm: LLM) -> None:
+    expected = text_llm.generate([[7, 8], [9]], greedy(20))
+    engine = text_llm.engine
+    stream: list[Any] = [text_llm.stream([5, 6, 7], greedy(40))]
+    next(stream[0])
+    allocate = engine.scheduler.block_manager.allocate
+
+    def collecting(num_new_blocks: int) -> list[int]:
+        stream.clear()
+        gc.collect()
+        return allocate(num_new_blocks)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.scheduler.block_manager, "allocate", collecting)
+        outputs = text_llm.generate([[7, 8], [9]], greedy(20))
+    assert not stream and [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+    assert_idle(engine)

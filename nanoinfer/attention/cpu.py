@@ -256,4 +256,4 @@ class CPUAttention(AttentionBackend):
 
 def _additive(visible: torch.Tensor) -> torch.Tensor:
     """A mask to add to scores: 0 where visible, -inf elsewhere."""
-    return torch.zeros(visible.shape).masked_fill_(~visible, float("-inf"))
+    return torch.zeros(visible.shape, dtype=torch.float32).masked_fill_(~visible, float("-inf"))

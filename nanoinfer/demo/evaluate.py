@@ -1,6 +1,6 @@
 """Measures how many held-out questions the demo model answers exactly right, per family.
 
-Called by hand and in CI: `python -m nanoinfer.demo.evaluate [--per-family 100] [--transformers] [--open]`. In: the
+Called by hand: `python -m nanoinfer.demo.evaluate [--per-family 100] [--transformers] [--open]`. In: the
 demo checkpoint (or `--model FOLDER`) and generated held-out questions. Out: a table on standard output. Runs through
 nanoinfer's engine; with `--transformers`, through Hugging Face's reference implementation instead.
 """

@@ -27,7 +27,7 @@ HELD_OUT_ONE_IN = 10
 FIXED_PROMPTS = ("introduce yourself", "list all prime numbers within 100")
 NEVER_HELD_OUT = frozenset((*FIXED_PROMPTS, "hello", "hi", "hey", "thanks", "thank you", "who are you", "bye"))
 
-# Each family, and its share of the training questions. The hard families (sums) and the long ones get more.
+# Each family, and its share of the training questions. The families that are hard to learn get more.
 FAMILIES: Mapping[str, tuple[Callable[[random.Random], Draft], float]] = {
     "addition": (sums.addition, 10.0),
     "subtraction": (sums.subtraction, 18.0),
@@ -98,7 +98,7 @@ def _restyle(rng: random.Random, prompt: str) -> str:
         if not prompt.startswith("Please") and prompt.endswith("."):
             prompt = prompt[:-1] + "?"
     # Proper names keep their capital: only a first word that is a plain sentence opener loses it.
-    if rng.random() < 0.35 and first not in ("I",) and first not in words.CAPITAL_NAMES:
+    if rng.random() < 0.35 and first not in ("I",) and first.rstrip(",") not in words.CAPITAL_NAMES:
         prompt = prompt[0].lower() + prompt[1:]
     if rng.random() < 0.3:
         prompt = prompt.rstrip(" .?!")

@@ -1,8 +1,12 @@
 """Trains the demo model from scratch and exports it; never needed to use the package.
 
-Called by hand: `python -m nanoinfer.demo.train --minutes 85 --qwen3-config .../tokenizer_config.json [--resume]`, and
+Called by hand: `python -m nanoinfer.demo.train --minutes 91 --qwen3-config .../tokenizer_config.json [--resume]`, and
 `--export FOLDER` to write the newest checkpoint as a Hugging Face folder. In: generated questions (`questions.py`).
-Out: checkpoints in the work folder, and with `--export` config, tokenizer and bf16 weights. Needs transformers.
+Out: checkpoints in the work folder, and with `--export` config, tokenizer and bf16 weights. Needs transformers 5.
+
+The shipped weights: 2,470 steps, 15.2 million tokens with padding, 91 minutes on two busy cores at the lowest
+priority. On the way the families' shares in `questions.py` were changed three times in favour of those still weak, the
+batching once and the average's memory once, so a run with today's values gives a similar model, not the same one.
 """
 
 from __future__ import annotations
@@ -197,7 +201,7 @@ def train(trainer: Trainer, tokenizer: Tokenizer, args: argparse.Namespace, chec
 def main() -> None:
     """Read the command line, then train or export."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=85, help="time budget, earlier runs included")
+    parser.add_argument("--minutes", type=float, default=91, help="time budget, earlier runs included")
     parser.add_argument("--work", type=Path, default=Path("/tmp/demo_train"))
     parser.add_argument("--qwen3-config", type=Path, required=True, help="Qwen3's tokenizer_config.json")
     parser.add_argument("--resume", action="store_true")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from datetime import timedelta
 
 import torch
@@ -21,8 +22,9 @@ def join(rank: int, size: int, rendezvous_file: str, device: str) -> ParallelGro
     """
     if size == 1:
         return ParallelGroups.single()
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    # Over what the user may have set for programs that span machines: this is a process of ours, and spans none.
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback
     if device == "cuda":
         torch.cuda.set_device(rank)
     store = dist.FileStore(rendezvous_file, size)

@@ -21,7 +21,10 @@ def find_checkpoint(model: str, revision: str | None = None, *, weights: bool = 
 
     All files are of one revision. Raises ValueError naming the model if it is neither.
     """
-    path = Path(model).expanduser()
+    try:
+        path = Path(model).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"model is {model!r}: {error}") from error
     if path.is_dir():
         if revision is not None:
             raise ValueError(f"revision is {revision!r}, but {model!r} is a local directory, which has only one")
@@ -47,9 +50,12 @@ def load_generation_config(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} holds {raw!r}; it must be an object")
+    return raw
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase | None:

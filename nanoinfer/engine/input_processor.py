@@ -37,7 +37,9 @@ def as_prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     if isinstance(prompts, (str, Mapping, bytes, bytearray)):
         return [prompts]  # bytes are refused by name later, not taken for ids
     if isinstance(prompts, np.ndarray):
-        return [prompts] if prompts.ndim == 1 else list(prompts)
+        return [prompts] if prompts.ndim < 2 else list(prompts)
+    if not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts is {prompts!r}; a prompt is a string, a list of token ids or a dict")
     items = list(prompts)
     if items and all(isinstance(item, (Number, np.generic)) for item in items):
         return [items]  # type: ignore[list-item]
@@ -77,16 +79,23 @@ class InputProcessor:
             self._check_params(one, f"params[{i}]" if isinstance(params, Sequence) else "params")
         return [(prompt, self._sequence(prompt, one)) for prompt, one in zip(processed, params_list, strict=True)]
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **template_options: Any) -> list[int]:
-        """A conversation through the checkpoint's chat template, up to where the assistant answers, as token ids."""
+    def render_chat(self, messages: Any, where: str, **template_options: Any) -> dict[str, Any]:
+        """A conversation through the checkpoint's chat template, up to where the assistant answers, as a prompt."""
         if self.tokenizer is None:
             raise ValueError("chat needs the checkpoint's tokenizer, and this checkpoint has none")
         if not self.tokenizer.chat_template:
             raise ValueError("chat needs a chat template, and this checkpoint's tokenizer has none; use generate")
+        if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence) or not messages:
+            raise ValueError(f"{where} is {messages!r}; a conversation is a list of at least one message")
+        for i, message in enumerate(messages):
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise ValueError(f"{where}[{i}] is {message!r}; a message is a dict with 'role' and 'content'")
+            if not isinstance(message.get("content", "" if "tool_calls" in message else None), str):
+                raise ValueError(f"{where}[{i}]: 'content' is {message.get('content')!r}; it must be a string")
         text = self.tokenizer.apply_chat_template(
             [dict(message) for message in messages], tokenize=False, add_generation_prompt=True, **template_options
         )
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return {"prompt": text, "prompt_token_ids": self.tokenizer(text, add_special_tokens=False)["input_ids"]}
 
     def _match_params(
         self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
@@ -95,6 +104,8 @@ class InputProcessor:
             params = self.default_params
         if isinstance(params, SamplingParams):
             return [params] * num_prompts
+        if not isinstance(params, Sequence):
+            raise ValueError(f"params is {params!r}; it must be SamplingParams, one or one per prompt")
         params = list(params)
         if len(params) != num_prompts:
             raise ValueError(f"{num_prompts} prompts, but {len(params)} params; give one, or one per prompt")

@@ -1,6 +1,6 @@
 """`LLMEngine`: requests in, one step at a time, finished requests out. Ties together everything in this room.
 
-    request = engine.add(prompt, params)
+    requests = engine.add_requests(prompts, params)
     while engine.has_unfinished: finished = engine.step()
 
 A step that raises, or is interrupted by Ctrl-C at any point, leaves the engine usable: `step` puts the scheduler back
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from time import perf_counter
@@ -50,6 +51,10 @@ class LLMEngine:
             logger.info("seed is %d (pass seed= to repeat a run)", self.seed)
         _check_length(config, self.model_config)
 
+        # All that can be wrong with the files is found before anything is loaded.
+        default_params = _default_params(model_dir, generation_config)
+        eos_token_ids = _eos_token_ids(self.model_config, generation_config, self.tokenizer)
+        self.output_processor = OutputProcessor(TokenTable(self.tokenizer) if self.tokenizer is not None else None)
         self.executor: Executor = _make_executor(config, self.model_config, model_dir, self.seed)
         try:
             self.capacity: KVCacheCapacity = self.executor.capacity()
@@ -58,17 +63,22 @@ class LLMEngine:
         except BaseException:
             self.executor.close()
             raise
+        logger.info(
+            "%s, %s, %d rank(s) of %d thread(s), KV pool of %d blocks of %d tokens",
+            self.capacity.device, self.capacity.dtype, config.tensor_parallel_size, self.capacity.num_threads,
+            limits.num_blocks, limits.block_size,
+        )  # fmt: skip
         self.scheduler = Scheduler(limits)
         self.input_processor = InputProcessor(
             tokenizer=self.tokenizer,
             vocab_size=self.model_config.vocab_size,
             max_model_len=limits.max_model_len,
-            eos_token_ids=_eos_token_ids(self.model_config, generation_config, self.tokenizer),
-            default_params=SamplingParams.from_generation_config(generation_config),
+            eos_token_ids=eos_token_ids,
+            default_params=default_params,
             seed=self.seed,
         )
-        self.output_processor = OutputProcessor(TokenTable(self.tokenizer) if self.tokenizer is not None else None)
         self.on_step: Callable[[StepStats], None] | None = None
+        self._to_abort: deque[Request] = deque()
         # Whether a step failed since texts were last brought in line with tokens.
         self._is_uncertain = False
 
@@ -107,9 +117,15 @@ class LLMEngine:
             self.scheduler.abort(request.seq)
             self.output_processor.drop(request)
 
+    def abort_later(self, request: Request) -> None:
+        """Aborts before the next step. Safe at any moment, in any thread."""
+        self._to_abort.append(request)
+
     def step(self) -> list[Request]:
         """Runs one step. Returns the requests that it finished."""
         start = perf_counter()
+        while self._to_abort:
+            self.abort([self._to_abort.popleft()])
         try:
             num_preemptions = self.scheduler.num_preemptions
             plan = self.scheduler.schedule()
@@ -173,6 +189,13 @@ def _make_executor(config: EngineConfig, model_config: ModelConfig, model_dir: P
     model_config.check_tensor_parallel(config.tensor_parallel_size)
     kind = UniprocExecutor if config.tensor_parallel_size == 1 else MultiprocExecutor
     return kind(config, model_config, model_dir, seed)
+
+
+def _default_params(model_dir: Path, generation_config: dict[str, Any]) -> SamplingParams:
+    try:
+        return SamplingParams.from_generation_config(generation_config)
+    except ValueError as error:
+        raise ValueError(f"{model_dir / 'generation_config.json'}: {error}") from error
 
 
 def _check_length(config: EngineConfig, model_config: ModelConfig) -> None:

@@ -71,10 +71,14 @@ class StepDone:
 
 @dataclass(frozen=True)
 class Failed:
-    """user_error: the message of a ValueError, which is the user's to mend; None for anything else."""
+    """user_error: the message of a ValueError, which is the user's to mend; None for anything else.
+
+    when: by the machine's monotonic clock, since a rank that fails makes others fail.
+    """
 
     traceback: str
     user_error: str | None
+    when: float
 
 
 Command = Start | Allocate | Step | Shutdown

@@ -10,6 +10,7 @@ The ranks in turn watch their socket, and end when this process does.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import select
@@ -28,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
 from types import FrameType
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from nanoinfer.config import EngineConfig, ModelConfig, SchedulerConfig
 from nanoinfer.executor.base import EngineDeadError, Executor, StepHandle
@@ -52,7 +53,16 @@ from nanoinfer.step import KVCacheCapacity, SchedulerOutput, StepResult
 logger = logging.getLogger(__name__)
 
 _SHUTDOWN_SECONDS = 5.0
+# How long to listen for what other ranks have to say once one has failed.
+_NEWS_SECONDS = 1.0
 _STACKS_SECONDS = 2.0
+
+
+_BOOT = """
+import json, runpy, sys
+module, sys.path[:] = sys.argv.pop(1), json.loads(sys.argv.pop(1))
+runpy.run_module(module, run_name="__main__")
+"""
 
 
 @dataclass(frozen=True)
@@ -79,6 +89,8 @@ class MultiprocExecutor(Executor):
         self._timeout = config.step_timeout
         self._death: str | None = None
         self._num_submitted = 0
+        # Until then a rank's ValueError is about the model or the options; later it is a fault of ours.
+        self._has_started = False
         # Of the last step that came back: how long rank 0 was at it, and in collectives.
         self.busy_seconds = self.collective_seconds = 0.0
         self._directory = tempfile.mkdtemp(prefix="nanoinfer-")
@@ -86,7 +98,7 @@ class MultiprocExecutor(Executor):
         self._by_fd: dict[int, _Rank] = {}
         self._poller = select.poll()
         # Runs at close, at garbage collection and at interpreter exit, whichever comes first.
-        self._finalizer = weakref.finalize(self, _stop, self._ranks, self._directory)
+        self._finalizer = weakref.finalize(self, _stop, self._ranks, self._directory, os.getpid())
         if config.device != "cuda":
             _build_kernels()
         try:
@@ -99,7 +111,12 @@ class MultiprocExecutor(Executor):
             rendezvous_file = str(Path(self._directory) / "rendezvous")
             for rank in self._ranks:
                 self._send(rank, encode(Start(config, model_config, str(model_dir), seed, rank.index, rendezvous_file)))
-            self._started = [self._expect(Started, timeout=None, rank=rank) for rank in self._ranks]
+            what = "loading the model"
+            self._started = [
+                self._expect(Started, rank, what, monotonic() + config.load_timeout) for rank in self._ranks
+            ]
+            shutil.rmtree(self._directory, ignore_errors=True)  # they have met
+            self._has_started = True
         except BaseException:
             _kill(self._ranks)
             self._finalizer()
@@ -111,7 +128,7 @@ class MultiprocExecutor(Executor):
     def allocate(self, limits: SchedulerConfig) -> None:
         self._broadcast(Allocate(limits))
         for rank in self._ranks:
-            self._expect(Allocated, timeout=self._timeout, rank=rank)
+            self._expect(Allocated, rank, "allocating the KV cache", monotonic() + self._timeout)
 
     def submit(self, plan: SchedulerOutput) -> StepHandle:
         self._num_submitted += 1
@@ -125,7 +142,7 @@ class MultiprocExecutor(Executor):
     def _wait_for_step(self, index: int, deadline: float) -> StepResult:
         while True:
             # Answers to steps whose caller was interrupted are still on their way; they are dropped here.
-            done = self._expect(StepDone, timeout=max(0.0, deadline - monotonic()), rank=self._ranks[0])
+            done = self._expect(StepDone, self._ranks[0], "a step", deadline)
             if done.index == index:
                 self.busy_seconds, self.collective_seconds = done.busy_seconds, done.collective_seconds
                 return done.result
@@ -145,14 +162,16 @@ class MultiprocExecutor(Executor):
         except TimeoutError:
             self._fail(f"rank {rank.index} took no command for {self._timeout:g} s\n{_stacks(self._ranks)}")
         except OSError:
-            self._fail(self._last_words(rank))
+            self._blame({})
 
-    def _expect(self, kind: type[Any], *, timeout: float | None, rank: _Rank) -> Any:
+    def _expect(self, kind: type[Any], rank: _Rank, what: str, deadline: float) -> Any:
         """The next message of `rank`, which must be of that kind; meanwhile, watches over all ranks."""
+        started = monotonic()
         while not rank.inbox:
-            ready = self._poller.poll(None if timeout is None else timeout * 1000)
+            ready = self._poller.poll(1000 * max(0.0, deadline - monotonic()))
             if not ready:
-                self._fail(f"a step did not come back in {self._timeout:g} s\n{_stacks(self._ranks)}")
+                waited = monotonic() - started
+                self._fail(f"{what} did not come to an end in {waited:.3g} s\n{_stacks(self._ranks)}")
             for fd, _ in ready:
                 self._by_fd[fd].inbox.append(self._receive(self._by_fd[fd]))
         message = rank.inbox.popleft()
@@ -166,29 +185,38 @@ class MultiprocExecutor(Executor):
                 with _uninterrupted():
                     message = receive(rank.sock)
         except (EOFError, OSError):
-            self._fail(self._last_words(rank))
+            self._blame({})
         if isinstance(message, Failed):
-            self._fail(f"rank {rank.index} raised\n{message.traceback}", message.user_error)
+            self._blame({rank.index: message})
         assert isinstance(message, Reply)
         return message
 
-    def _last_words(self, rank: _Rank) -> str:
-        """Why a rank's socket closed: the traceback that it left, or how its process ended."""
-        try:
-            while True:
-                message = receive(rank.sock)
-                if isinstance(message, Failed):
-                    return f"rank {rank.index} raised\n{message.traceback}"
-        except (EOFError, OSError):
-            pass
-        try:
-            code = rank.process.wait(_SHUTDOWN_SECONDS)
-        except subprocess.TimeoutExpired:
-            return f"rank {rank.index} closed its connection"
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
-        return f"rank {rank.index} (process {rank.process.pid}) {how}"
+    def _blame(self, failures: dict[int, Failed]) -> NoReturn:
+        """Some rank has failed. Finds the one that did so first, for its failure makes others fail; then gives up.
 
-    def _fail(self, reason: str, user_error: str | None = None) -> Any:
+        failures: what has been heard already, by rank.
+        """
+        silent: list[_Rank] = []
+        deadline = monotonic() + _NEWS_SECONDS
+        while True:
+            for rank in self._ranks:
+                if rank.index not in failures and rank not in silent:
+                    news = _hear(rank)
+                    if isinstance(news, Failed):
+                        failures[rank.index] = news
+                    elif news == "gone":
+                        silent.append(rank)
+            quiet = deadline - monotonic()
+            if quiet <= 0 or len(failures) + len(silent) == len(self._ranks):
+                break
+            select.select([], [], [], min(0.05, quiet))
+        if silent:
+            # Dead without a word: nothing that another rank did could cause that.
+            self._fail("; ".join(map(_how_it_ended, silent)))
+        index, first = min(failures.items(), key=lambda item: item[1].when)
+        self._fail(f"rank {index} raised\n{first.traceback}", None if self._has_started else first.user_error)
+
+    def _fail(self, reason: str, user_error: str | None = None) -> NoReturn:
         """Tears everything down and raises."""
         self._death = reason
         _kill(self._ranks)
@@ -208,6 +236,29 @@ class _Pending(StepHandle):
         return self.executor._wait_for_step(self.index, self.deadline)
 
 
+def _hear(rank: _Rank) -> Failed | str:
+    """What a rank says of its failure; "gone" if it is dead without a word, "well" if there is nothing to hear."""
+    poller = select.poll()
+    poller.register(rank.sock.fileno(), select.POLLIN)
+    try:
+        while poller.poll(0):
+            message = receive(rank.sock)
+            if isinstance(message, Failed):
+                return message
+    except (EOFError, OSError):
+        return "gone"
+    return "well"
+
+
+def _how_it_ended(rank: _Rank) -> str:
+    try:
+        code = rank.process.wait(_SHUTDOWN_SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"rank {rank.index} (process {rank.process.pid}) closed its connection"
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+    return f"rank {rank.index} (process {rank.process.pid}) {how}"
+
+
 def _build_kernels() -> None:
     """Compiles the CPU kernels if need be, once for all ranks. What goes wrong, the ranks will find and say."""
     from nanoinfer.kernels.cpu.build import BuildError, build_kernels
@@ -221,13 +272,22 @@ def _spawn(index: int, size: int, module: str) -> _Rank:
     ours, theirs = socket.socketpair()
     stacks = tempfile.TemporaryFile()  # noqa: SIM115
     environment = dict(os.environ)
-    environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     num_threads = environment.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // size)))
     if index == 0:
-        logger.info("%d ranks with %s threads each (OMP_NUM_THREADS changes it)", size, num_threads)
+        logger.info("%d ranks with OMP_NUM_THREADS=%s each (set it to change it)", size, num_threads)
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", module, str(theirs.fileno()), str(stacks.fileno())],
+            # Isolated, with our own sys.path: `-m` would put the working directory in front of the standard library.
+            [
+                sys.executable,
+                "-I",
+                "-c",
+                _BOOT,
+                module,
+                json.dumps(list(map(str, sys.path))),
+                str(theirs.fileno()),
+                str(stacks.fileno()),
+            ],
             env=environment,
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(), stacks.fileno()),
@@ -254,13 +314,17 @@ def _uninterrupted() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler):
+        yield  # ignored, deadly, or not Python's: none of these comes back here as an exception
+        return
     caught: list[tuple[int, FrameType | None]] = []
-    handler = signal.signal(signal.SIGINT, lambda number, frame: caught.append((number, frame)))
+    signal.signal(signal.SIGINT, lambda number, frame: caught.append((number, frame)))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-        if caught and callable(handler):
+        if caught:
             handler(*caught[0])
 
 
@@ -288,8 +352,13 @@ def _kill(ranks: list[_Rank]) -> None:
             rank.process.kill()
 
 
-def _stop(ranks: list[_Rank], directory: str) -> None:
-    """Asks the ranks to leave, kills those that don't, and frees all that the executor holds."""
+def _stop(ranks: list[_Rank], directory: str, owner: int) -> None:
+    """Asks the ranks to leave, kills those that don't, and frees all that the executor holds.
+
+    Not in a fork of the process that `owner` is the id of: the ranks are not the fork's.
+    """
+    if os.getpid() != owner:
+        return
     for rank in ranks:
         try:
             rank.sock.settimeout(_SHUTDOWN_SECONDS)

@@ -7,6 +7,7 @@ commands until `Shutdown`. Whatever goes wrong is sent as a traceback before the
 from __future__ import annotations
 
 import faulthandler
+import logging
 import os
 import select
 import signal
@@ -15,7 +16,7 @@ import sys
 import threading
 import traceback
 from pathlib import Path
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import TYPE_CHECKING
 
 from nanoinfer.executor.messages import (
@@ -54,7 +55,7 @@ def main() -> None:
         status = 1  # the engine's process is gone
     except BaseException as error:
         user_error = str(error) if isinstance(error, ValueError) else None
-        sock.sendall(encode(Failed(traceback.format_exc(), user_error)))
+        sock.sendall(encode(Failed(traceback.format_exc(), user_error, monotonic())))
         status = 1
     else:
         status = 0
@@ -82,6 +83,9 @@ def _serve(sock: socket.socket) -> None:
     assert isinstance(start, Start)
     from nanoinfer.distributed import launch
 
+    if start.rank > 0:
+        # What all ranks find, rank 0 says.
+        logging.getLogger("nanoinfer").setLevel(logging.ERROR)
     runner, groups = _load(start)
     _send(sock, Started(runner.capacity()))
     while True:

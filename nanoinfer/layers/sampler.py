@@ -8,8 +8,8 @@ makes them independent of any sorting order.
 The order is vLLM's: penalties, min_tokens, temperature, min_p, top_k, top_p.
 
 Under tensor parallelism each rank works on its slice of the vocabulary. Per row the ranks exchange the slice's maximum,
-its sum of weights and the winner, and all end with the same ids (ties to the lower one). Whole rows are gathered only
-for top_k, top_p and min_p, which rank all tokens.
+its sum of weights and the winner, and all end with the same ids (ties to the lower one); for top_k and top_p also the
+largest weights of each slice. Whole rows are gathered only where top_p keeps more tokens than those.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from nanoinfer.step import TokenLogprobs
 _CHUNK_ROWS = 32
 # The distribution is summed by segments of so many tokens; only the segment that is hit is looked at token by token.
 _SEGMENT = 512
-# Candidates looked at before a whole row is sorted for top_p.
+# Largest weights of each slice looked at before whole rows are, for top_p.
 _TOP_P_CANDIDATES = 512
 
 
@@ -185,37 +185,41 @@ def _filter(
     if not len(filtered):
         return logits
     min_p, top_k, top_p = min_p[filtered], top_k[filtered], top_p[filtered]
-    # The best token has weight 1, so min_p is a threshold as it stands.
     mine = reference.sampling_weights(logits[filtered], best[filtered], inverse[filtered])
-    whole = shard.tp.all_gather(mine).clone()
+    # The best token has weight 1, so min_p is a threshold as it stands.
     threshold = min_p.float()
-    whole.masked_fill_(whole < threshold, 0.0)
-    if bool((top_k > 0).any()):
-        threshold = torch.maximum(threshold, _top_k_threshold(whole, top_k))
-        whole.masked_fill_(whole < threshold, 0.0)
-    if bool((top_p < 1).any()):
-        threshold = torch.maximum(threshold, _top_p_threshold(whole, top_p))
+    if bool(((top_k > 0) | (top_p < 1)).any()):
+        threshold = _threshold(mine, threshold, top_k, top_p, shard)
     logits = logits.float().clone()
     logits[filtered] = logits[filtered].masked_fill_(mine < threshold, float("-inf"))
     return logits
 
 
-def _top_k_threshold(weights: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
-    """Each row's k-th largest weight, [n, 1]; 0 where top_k, [n, 1], is 0."""
-    kth = top_k.clamp(1, weights.shape[1])
-    largest = weights.topk(int(kth.max()), dim=-1).values
-    return largest.gather(1, kth - 1).where(top_k > 0, 0.0)
+def _threshold(
+    mine: torch.Tensor, least: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, shard: VocabShard
+) -> torch.Tensor:
+    """The weight, [n, 1], below which top_k and then top_p drop; at least `least` [n, 1].
 
-
-def _top_p_threshold(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """The least weight in the smallest set of largest weights whose share reaches top_p, [n, 1]; 0 where top_p is 1."""
-    goal = weights.sum(dim=-1, keepdim=True, dtype=torch.float64) * top_p
-    largest = weights.topk(min(_TOP_P_CANDIDATES, weights.shape[1]), dim=-1).values
-    if bool((largest.sum(dim=-1, keepdim=True, dtype=torch.float64) < goal)[top_p < 1].any()):
-        largest = weights.sort(dim=-1, descending=True).values
+    mine: [n, columns], this rank's weights. The ranks exchange their largest ones, and look at whole rows only where
+    top_p alone would keep more than those.
+    """
+    count = max(int(top_k.max()), _TOP_P_CANDIDATES if bool((top_p < 1).any()) else 0)
+    local = mine.topk(min(count, mine.shape[1]), dim=-1).values
+    largest = shard.tp.all_gather(local).sort(dim=-1, descending=True).values
+    kth = largest.gather(1, (top_k - 1).clamp(0, largest.shape[1] - 1))
+    least = torch.maximum(least, kth.where(top_k > 0, 0.0))
+    if not bool((top_p < 1).any()):
+        return least
+    kept = mine.where(mine >= least, 0.0).sum(dim=-1, keepdim=True, dtype=torch.float64)
+    goal = shard.tp.all_gather(kept).sum(dim=-1, keepdim=True) * top_p
+    # Out of reach of the candidates: all others that are kept are ties at `least`, or top_p wants the tail as well.
+    short = largest.where(largest >= least, 0.0).sum(dim=-1, keepdim=True, dtype=torch.float64) < goal
+    if bool((short & (top_p < 1) & (largest[:, -1:] > least)).any()):
+        largest = shard.tp.all_gather(mine).sort(dim=-1, descending=True).values
     # The first position where the cumulative sum reaches the goal is the last one kept.
-    reached = torch.searchsorted(largest.cumsum(dim=-1, dtype=torch.float64), goal)
-    return largest.gather(1, reached.clamp(max=largest.shape[1] - 1)).where(top_p < 1, 0.0)
+    cumulative = largest.where(largest >= least, 0.0).cumsum(dim=-1, dtype=torch.float64)
+    reached = torch.searchsorted(cumulative, goal).clamp(max=largest.shape[1] - 1)
+    return torch.maximum(least, largest.gather(1, reached).where(top_p < 1, 0.0))
 
 
 def _draw(

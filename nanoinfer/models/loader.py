@@ -99,7 +99,7 @@ def _read_index(path: Path) -> dict[str, str]:
     return files
 
 
-def load_weights(model: Qwen3ForCausalLM, checkpoint: Checkpoint) -> None:
+def load_weights(model: Qwen3ForCausalLM, checkpoint: Checkpoint, show_progress: bool = True) -> None:
     """Fills the parameters of one rank. Raises ValueError on missing, surplus or misshapen tensors."""
     specs = {spec.name: spec for spec in model.shards()}
     available = set(checkpoint.files)
@@ -116,7 +116,8 @@ def load_weights(model: Qwen3ForCausalLM, checkpoint: Checkpoint) -> None:
     by_file: dict[str, list[ShardSpec]] = {}
     for spec in specs.values():
         by_file.setdefault(checkpoint.files[spec.name], []).append(spec)
-    with tqdm(total=len(specs), desc="Loading weights", unit="tensor", disable=not sys.stderr.isatty()) as bar:
+    show = show_progress and sys.stderr.isatty()
+    with tqdm(total=len(specs), desc="Loading weights", unit="tensor", disable=not show) as bar:
         for file_name, file_specs in sorted(by_file.items()):
             with _open(checkpoint.directory / file_name) as file:
                 for spec in file_specs:
@@ -166,7 +167,7 @@ def load_dummy_weights(model: Qwen3ForCausalLM, seed: int) -> None:
             spec.dest.fill_(1.0)
             continue
         generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(spec.name.encode(), seed=seed) >> 1)
-        full = torch.empty(spec.shape).normal_(0.0, 0.02, generator=generator)
+        full = torch.empty(spec.shape, dtype=torch.float32).normal_(0.0, 0.02, generator=generator)
         spec.dest.copy_(full[spec.index])
 
 

@@ -47,7 +47,7 @@ class ModelRunner:
             if checkpoint is None:
                 load_dummy_weights(self.model, seed)
             else:
-                load_weights(self.model, checkpoint)
+                load_weights(self.model, checkpoint, show_progress=groups.tp.rank == 0)
             self.model.pack()
         self._vocab_shard = VocabShard(groups.tp, self.model.lm_head.first_id)
         self._kv_cache: KVCache | None = None
@@ -63,6 +63,7 @@ class ModelRunner:
             max_num_batched_tokens=self.config.max_num_batched_tokens or _DEFAULT_BATCHED_TOKENS[self.device],
             device=self.device,
             dtype=str(self.dtype).removeprefix("torch."),
+            num_threads=torch.get_num_threads(),
         )
 
     def allocate(self, limits: SchedulerConfig) -> None:

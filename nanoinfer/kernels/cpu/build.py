@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 _FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-std=c++17", "-w"]
@@ -24,10 +28,13 @@ class BuildError(RuntimeError):
 
 def build_kernels(cache: Path | None = None) -> Path:
     """The path of the compiled library. Raises BuildError."""
-    compiler = shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
+    if platform.machine() != "x86_64":
+        raise BuildError(f"they are written for x86-64, and this is {platform.machine()}")
+    # Not clang: its OpenMP is another runtime than the one that torch brings.
+    compiler = shutil.which("g++")
     if compiler is None:
-        raise BuildError("there is no C++ compiler (g++ or clang++) on the PATH")
-    cache = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanoinfer"
+        raise BuildError("there is no C++ compiler (g++) on the PATH")
+    cache = cache or _cache_directory()
     library = cache / f"kernels-{_key(compiler)}.so"
     if library.is_file():
         return library
@@ -36,10 +43,19 @@ def build_kernels(cache: Path | None = None) -> Path:
         with (cache / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not library.is_file():
+                logger.info("compiling the CPU kernels into %s (once, some seconds)", library)
                 _compile(compiler, library)
     except OSError as error:
         raise BuildError(f"the kernels cannot be written to {cache}: {error}") from error
     return library
+
+
+def _cache_directory() -> Path:
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # a user without a home, as in some containers
+        base = Path(tempfile.gettempdir()) / f"cache-{os.getuid()}"
+    return base / "nanoinfer"
 
 
 def _compile(compiler: str, library: Path) -> None:
@@ -60,7 +76,8 @@ def _key(compiler: str) -> str:
     """Names a library by all that it depends on."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
     cpuinfo = Path("/proc/cpuinfo")
-    flags = next((line for line in cpuinfo.read_text().splitlines() if line.startswith(("flags", "Features"))), "")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
     digest = hashlib.sha256()
     for part in (SOURCE.read_text(), version, flags, " ".join(_FLAGS)):
         digest.update(part.encode() + b"\0")

@@ -105,7 +105,8 @@ class CPUKernels:
         block_size, head_dim]. block_tables: [n, columns] int32. seq_lens: [n] int32. splits: parts of each context.
         """
         num_heads, head_dim = q.shape[1:]
-        scratch = torch.empty(len(rows) * num_heads * splits * (head_dim + 2) + 16 if splits > 1 else 16)
+        size = len(rows) * num_heads * splits * (head_dim + 2) + 16 if splits > 1 else 16
+        scratch = torch.empty(size, dtype=torch.float32, device="cpu")
         self._functions[f"paged_decode_{_SUFFIXES[q.dtype]}"](
             q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), block_tables.data_ptr(), block_tables.stride(0),
             seq_lens.data_ptr(), rows.data_ptr(), len(rows), num_heads, k_cache.shape[1], head_dim, k_cache.shape[2],
