@@ -56,6 +56,8 @@ _SHUTDOWN_SECONDS = 5.0
 # How long to listen for what other ranks have to say once one has failed.
 _NEWS_SECONDS = 1.0
 _STACKS_SECONDS = 2.0
+# Far below what a socket buffers, which is empty when a step is sent.
+_SMALL_FRAME = 1 << 14
 
 
 _BOOT = """
@@ -89,6 +91,8 @@ class MultiprocExecutor(Executor):
         self._timeout = config.step_timeout
         self._death: str | None = None
         self._num_submitted = 0
+        # A frame that not all ranks may have got, because sending it was interrupted.
+        self._unsure: bytes | None = None
         # Until then a rank's ValueError is about the model or the options; later it is a fault of ours.
         self._has_started = False
         # Of the last step that came back: how long rank 0 was at it, and in collectives.
@@ -151,10 +155,20 @@ class MultiprocExecutor(Executor):
         if self._death is not None:
             raise EngineDeadError(f"the engine is dead: {self._death}")
         frame = encode(command)
-        # A frame cut short would garble all that follows, and ranks must get the same commands.
-        with _uninterrupted():
-            for rank in self._ranks:
-                self._send(rank, frame)
+        if self._unsure is not None or len(frame) > _SMALL_FRAME:
+            # A long frame cut short would garble all that follows.
+            with _uninterrupted():
+                for one in filter(None, (self._unsure, frame)):
+                    for rank in self._ranks:
+                        self._send(rank, one)
+                self._unsure = None
+            return
+        # A small frame is taken by the socket at once or not at all. If a Ctrl-C comes in between, it is sent again
+        # next time, and ranks that have it already know it by its index: cheaper than putting signals off each time.
+        self._unsure = frame
+        for rank in self._ranks:
+            self._send(rank, frame)
+        self._unsure = None
 
     def _send(self, rank: _Rank, frame: bytes) -> None:
         try:

@@ -88,10 +88,14 @@ def _serve(sock: socket.socket) -> None:
         logging.getLogger("nanoinfer").setLevel(logging.ERROR)
     runner, groups = _load(start)
     _send(sock, Started(runner.capacity()))
+    last_index = 0
     while True:
         spin(sock, _SPIN_SECONDS)
         command = receive(sock)
         if isinstance(command, Step):
+            if command.index <= last_index:
+                continue  # sent again after an interruption
+            last_index = command.index
             began, before = perf_counter(), groups.tp.seconds
             result = runner.step(command.plan)
             if start.rank == 0:
