@@ -28,11 +28,12 @@ from nanoinfer.bench.kernels import measure_kernels
 from nanoinfer.bench.machine import Machine, measure_machine
 from nanoinfer.bench.step_overhead import measure_step_overhead
 from nanoinfer.bench.workload import MAX_TOKEN_ID, PRESETS, QWEN3_0_6B, Workload
-from nanoinfer.config import DTYPES, EngineConfig
+from nanoinfer.config import DTYPES, EngineConfig, ModelConfig
 from nanoinfer.llm import LLM
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.step import StepStats
 from nanoinfer.version import __version__
+from nanoinfer.worker.model_runner import cpu_has_bf16, resolve_device
 
 BATCH1_INPUT, BATCH1_OUTPUT = 128, 64
 
@@ -132,7 +133,7 @@ def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, EngineCo
     parser.add_argument("--seed", type=int, default=0, help="of the workload and of the engine")
     parser.add_argument("--model", help="directory or hub id; default: Qwen3-0.6B's shape with random weights")
     parser.add_argument("--load-format", choices=("auto", "dummy"), help="default: auto if --model is given")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 where the processor has it, else float32")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument(
         "--step-overhead", action="store_true", help="measure what rank processes add to a step instead"
@@ -161,8 +162,9 @@ def settle(args: argparse.Namespace) -> None:
     """Fills in the defaults that depend on other options; ValueError on options that could only be ignored."""
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no GPU")
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    # As the engine would choose, so that what is measured is what runs.
+    args.device = resolve_device(args.device, ModelConfig.from_dict(QWEN3_0_6B))
+    args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" or cpu_has_bf16() else "float32")
     idle = "gpu_memory_utilization" if args.device == "cpu" else "cpu_kvcache_gib"
     if getattr(args, idle) is not None:
         raise ValueError(f"--{idle.replace('_', '-')} means nothing on the device {args.device!r}")

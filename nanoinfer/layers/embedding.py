@@ -80,7 +80,3 @@ class ParallelLMHead(_VocabParallel):
             logits = F.linear(hidden, self.weight)
         logits[:, self.num_owned :] = float("-inf")
         return logits
-
-    def gather(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits of the whole vocabulary, [num_sampled, vocab_size], on every rank."""
-        return self.tp.all_gather(logits)[:, : self.vocab_size]
