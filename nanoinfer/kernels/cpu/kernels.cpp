@@ -99,6 +99,10 @@ static void pack_rows(const bf16 *x, int64_t rows, int64_t k, int64_t row_stride
         }
 }
 
+template <_mm_hint HINT> static inline void fetch_lines(const char *at, int64_t lines) {
+    for (int64_t line = 0; line < lines; ++line) _mm_prefetch(at + line * 64, HINT);
+}
+
 // 16 or 32 rows (tile rows a and a1) by `k_tiles` tiles of a strip; sums [2 tile rows][2 halves][16][16] float32, which
 // are added to or started. `ahead` (or null) is what the caller will want next: lines of it are fetched meanwhile.
 template <bool TWO>
@@ -119,24 +123,27 @@ static void multiply(const bf16 *a, const bf16 *a1, int64_t k_tiles, const bf16 
             _tile_zero(3);
         }
     }
+    // Fetches stand between the tile operations: in one burst, they would block the loads behind them.
+    const int64_t quarter = lines / 4;
     for (int64_t kt = 0; kt < k_tiles; ++kt) {
         const bf16 *b = strip + kt * 1024;
         const char *next = (const char *)ahead + kt * lines * 64;
-        for (int64_t line = 0; line < lines; ++line) _mm_prefetch(next + line * 64, _MM_HINT_T1);
-        for (int64_t line = 0; line < 16; ++line) {
-            _mm_prefetch((const char *)(a + (kt + 2) * 512) + line * 64, _MM_HINT_T0);
-            if (TWO) _mm_prefetch((const char *)(a1 + (kt + 2) * 512) + line * 64, _MM_HINT_T0);
-        }
+        fetch_lines<_MM_HINT_T1>(next, quarter);
         _tile_loadd(6, b, 64);
+        fetch_lines<_MM_HINT_T0>((const char *)(a + (kt + 2) * 512), 16);
         _tile_loadd(4, a + kt * 512, 64);
         _tile_dpbf16ps(0, 4, 6);
+        fetch_lines<_MM_HINT_T1>(next + quarter * 64, quarter);
         _tile_loadd(7, b + 512, 64);
         _tile_dpbf16ps(1, 4, 7);
+        fetch_lines<_MM_HINT_T1>(next + quarter * 128, quarter);
         if (TWO) {
+            fetch_lines<_MM_HINT_T0>((const char *)(a1 + (kt + 2) * 512), 16);
             _tile_loadd(5, a1 + kt * 512, 64);
             _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
         }
+        fetch_lines<_MM_HINT_T1>(next + quarter * 192, quarter);
+        if (TWO) _tile_dpbf16ps(3, 5, 7);
     }
     _tile_stored(0, sums, 64);
     _tile_stored(1, sums + 256, 64);
@@ -327,13 +334,20 @@ static inline __m512 transpose_sum(__m512 *v) {
 // The 16 sums of transpose_sum in order: within a 128-bit lane stand vectors 0 to 3 of a quad, and quads 0, 2, 1, 3.
 static inline __m512 in_order(__m512 sums) { return _mm512_shuffle_f32x4(sums, sums, 0xd8); }
 
-// Two heads (or one, twice) by CHUNK tokens; keys beyond `count` are not read.
+// One token's line of memory after the other, between the arithmetic: in one burst, fetches would block the loads behind.
+template <int DIM> static inline void fetch(const bf16 *ahead, int t) {
+    for (int i = 0; i < DIM / 32; ++i) _mm_prefetch((const char *)(ahead + t * DIM + i * 32), _MM_HINT_T1);
+}
+
+// Two heads (or one, twice) by CHUNK tokens; keys beyond `count` are not read. `ahead`, unless null, is fetched meanwhile.
 template <int DIM>
-static void score_bf16(const bf16 *q0, const bf16 *q1, const bf16 *k, int count, float *scores0, float *scores1) {
+static void score_bf16(const bf16 *q0, const bf16 *q1, const bf16 *k, int count, const bf16 *ahead, float *scores0,
+                       float *scores1) {
     const int VECTORS = DIM / 32;
     __m512 sums[2][CHUNK];
     for (int t = 0; t < CHUNK; ++t) {
         __m512 sum0 = _mm512_setzero_ps(), sum1 = _mm512_setzero_ps();
+        if (ahead) fetch<DIM>(ahead, t);
         if (t < count)
             for (int i = 0; i < VECTORS; ++i) {
                 const __m512bh key = load_bh(k + t * DIM + i * 32);
@@ -350,7 +364,8 @@ static void score_bf16(const bf16 *q0, const bf16 *q1, const bf16 *k, int count,
 // Two tokens at a time: their values are interleaved so that one dot-product instruction adds both; for two heads (or
 // one, twice, with acc1 null).
 template <int DIM>
-static void weigh_bf16(const float *p0, const float *p1, const bf16 *v, int count, float *acc0, float *acc1) {
+static void weigh_bf16(const float *p0, const float *p1, const bf16 *v, int count, const bf16 *ahead, float *acc0,
+                       float *acc1) {
     const int VECTORS = DIM / 32;
     __m512 sums0[2 * VECTORS], sums1[2 * VECTORS];
     for (int i = 0; i < 2 * VECTORS; ++i) {
@@ -365,6 +380,10 @@ static void weigh_bf16(const float *p0, const float *p1, const bf16 *v, int coun
         const __m512bh weights0 = (__m512bh)_mm512_set1_epi32(((const int *)pairs0)[t / 2]);
         const __m512bh weights1 = (__m512bh)_mm512_set1_epi32(((const int *)pairs1)[t / 2]);
         const bf16 *row = v + t * DIM, *next = t + 1 < count ? row + DIM : row;
+        if (ahead) {
+            fetch<DIM>(ahead, t);
+            fetch<DIM>(ahead, t + 1);
+        }
         for (int i = 0; i < VECTORS; ++i) {
             const __m512i a = _mm512_loadu_si512(row + i * 32), b = _mm512_loadu_si512(next + i * 32);
             const __m512bh low = (__m512bh)_mm512_unpacklo_epi16(a, b), high = (__m512bh)_mm512_unpackhi_epi16(a, b);
@@ -412,20 +431,22 @@ static void attend_range(const T *q, int group, const AttentionShape &shape, con
         const int64_t at = ((blocks[token / shape.block_size] * shape.num_kv_heads + kv_head) * shape.block_size + offset) * head_dim;
         const T *k = k_cache + at, *v = v_cache + at;
 #ifdef FAST_BF16
+        // What comes two chunks later: no hardware can foresee where the next block lies.
+        const int64_t later = token + 2 * CHUNK;
+        const bf16 *k_ahead = nullptr, *v_ahead = nullptr;
+        if (DIM != 0 && later < stop) {
+            const int64_t block = blocks[later / shape.block_size];
+            const int64_t there = ((block * shape.num_kv_heads + kv_head) * shape.block_size + later % shape.block_size) * head_dim;
+            k_ahead = (const bf16 *)k_cache + there;
+            v_ahead = (const bf16 *)v_cache + there;
+        }
+#endif
+#ifdef FAST_BF16
         if constexpr (DIM != 0) {
-            // What comes two chunks later: a new block's memory is nobody's to foresee but ours.
-            const int64_t later = token + 2 * CHUNK;
-            if (later < stop) {
-                const int64_t block = blocks[later / shape.block_size];
-                const int64_t there = ((block * shape.num_kv_heads + kv_head) * shape.block_size + later % shape.block_size) * DIM;
-                for (int line = 0; line < CHUNK * DIM * 2 / 64; ++line) {
-                    _mm_prefetch((const char *)(k_cache + there) + line * 64, _MM_HINT_T0);
-                    _mm_prefetch((const char *)(v_cache + there) + line * 64, _MM_HINT_T0);
-                }
-            }
             for (int g = 0; g < group; g += 2) {
                 const int h = g + 1 < group ? g + 1 : g;
-                score_bf16<DIM>((const bf16 *)q + g * DIM, (const bf16 *)q + h * DIM, (const bf16 *)k, count, scores[g], scores[h]);
+                score_bf16<DIM>((const bf16 *)q + g * DIM, (const bf16 *)q + h * DIM, (const bf16 *)k, count, g ? nullptr : k_ahead,
+                                scores[g], scores[h]);
             }
         } else
 #endif
@@ -458,8 +479,8 @@ static void attend_range(const T *q, int group, const AttentionShape &shape, con
         if constexpr (DIM != 0)
             for (int g = 0; g < group; g += 2) {
                 const bool two = g + 1 < group;
-                weigh_bf16<DIM>(scores[g], scores[two ? g + 1 : g], (const bf16 *)v, count, acc + g * DIM,
-                                two ? acc + (g + 1) * DIM : nullptr);
+                weigh_bf16<DIM>(scores[g], scores[two ? g + 1 : g], (const bf16 *)v, count, g ? nullptr : v_ahead,
+                                acc + g * DIM, two ? acc + (g + 1) * DIM : nullptr);
             }
         else
 #endif
