@@ -125,7 +125,8 @@ class LLMEngine:
         """Runs one step. Returns the requests that it finished."""
         start = perf_counter()
         while self._to_abort:
-            self.abort([self._to_abort.popleft()])
+            self.abort([self._to_abort[0]])
+            self._to_abort.popleft()  # only now: interrupted before, it is aborted again, which does nothing
         try:
             num_preemptions = self.scheduler.num_preemptions
             plan = self.scheduler.schedule()

@@ -1,6 +1,7 @@
-"""The main program of a rank process: `python -m nanoinfer.executor.worker_main SOCKET_FD STACKS_FD`.
+"""The main program of a rank process, started by `MultiprocExecutor` with two arguments: the file descriptors of its
+socket and of the file for its stack.
 
-Started by `MultiprocExecutor`. Receives `Start`, joins the other ranks, loads its part of the model, then answers
+Receives `Start`, joins the other ranks, loads its part of the model, then answers
 commands until `Shutdown`. Whatever goes wrong is sent as a traceback before the process ends.
 """
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanoinfer.distributed.group import ParallelGroups
-from nanoinfer.kernels.cpu.ops import PackedWeight, kernels_for
+from nanoinfer.layers.linear import LinearMethod, select_linear_method
 from nanoinfer.layers.shard import ShardSpec, split
 
 
@@ -56,27 +56,23 @@ class VocabParallelEmbedding(_VocabParallel):
 class ParallelLMHead(_VocabParallel):
     """hidden: [num_sampled, hidden_size]. Returns this rank's logits, [num_sampled, num_rows]; padding is -inf."""
 
+    gated: bool = False
+
     def __init__(self, vocab_size: int, hidden_size: int, *, groups: ParallelGroups, options: dict) -> None:
         super().__init__(vocab_size, hidden_size, groups=groups, options=options)
-        self._packed: PackedWeight | None = None
+        self.method = LinearMethod()
 
     def tie_weights(self, embedding: VocabParallelEmbedding) -> None:
         """Uses the embedding's table, which is split the same way."""
         self.weight = embedding.weight
 
     def pack(self) -> None:
-        """Once, when the weights are loaded. A tied table is then held twice: the embedding needs it as it is."""
-        kernels = kernels_for(self.weight.dtype, self.weight.device.type)
-        if kernels is not None and kernels.has_amx and self.weight.dtype == torch.bfloat16:
-            self._packed = kernels.pack(self.weight)
-            del self.weight
+        """Once, when the weights are loaded. A tied table may then be held twice: the embedding needs it as it is."""
+        # Chosen now and not before: a tied head gets its weight, and so its device, late.
+        self.method = select_linear_method(self.weight.dtype, self.weight.device.type)
+        self.method.pack(self)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self._packed is not None:
-            kernels = kernels_for(hidden.dtype, hidden.device.type)
-            assert kernels is not None
-            logits = kernels.linear(hidden, self._packed)
-        else:
-            logits = F.linear(hidden, self.weight)
+        logits = self.method.apply(self, hidden, None)
         logits[:, self.num_owned :] = float("-inf")
         return logits

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -32,17 +33,25 @@ def divide(what: str, size: int, parts: int) -> int:
     return size // parts
 
 
+class LinearLayer(Protocol):
+    """What a `LinearMethod` works on: any layer that multiplies by one matrix."""
+
+    weight: nn.Parameter
+    # Whether the outputs are a gate and what it is multiplied with: y = silu(first half) * second half.
+    gated: bool
+
+
 class LinearMethod:
     """Weights as the checkpoint has them, multiplied by torch. Other formats override these three."""
 
-    def create(self, layer: ParallelLinear, out_features: int, in_features: int, options: dict) -> None:
+    def create(self, layer: LinearLayer, out_features: int, in_features: int, options: dict) -> None:
         """Gives the layer the tensors that `ShardSpec`s will fill."""
         layer.weight = nn.Parameter(torch.empty(out_features, in_features, **options), requires_grad=False)
 
-    def pack(self, layer: ParallelLinear) -> None:
+    def pack(self, layer: LinearLayer) -> None:
         """Called once when the weights are loaded."""
 
-    def apply(self, layer: ParallelLinear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def apply(self, layer: LinearLayer, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         y = F.linear(x, layer.weight, bias)
         return silu_and_mul(y) if layer.gated else y
 
@@ -54,11 +63,11 @@ class PackedLinearMethod(LinearMethod):
         self._kernels = kernels
         self._packed: PackedWeight | None = None
 
-    def pack(self, layer: ParallelLinear) -> None:
+    def pack(self, layer: LinearLayer) -> None:
         self._packed = self._kernels.pack(layer.weight, layer.gated)
         del layer.weight
 
-    def apply(self, layer: ParallelLinear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def apply(self, layer: LinearLayer, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if self._packed is None:
             return super().apply(layer, x, bias)
         return self._kernels.linear(x, self._packed, bias)
@@ -76,7 +85,6 @@ class ParallelLinear(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    # Whether the outputs are a gate and what it is multiplied with: y = silu(first half) * second half.
     gated: bool = False
 
     def __init__(
