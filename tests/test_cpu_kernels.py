@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -235,11 +236,17 @@ def test_processes_that_build_at_once_end_with_one_whole_library(tmp_path: Path)
 
 
 def test_another_source_is_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any file that is compiled, headers included."""
     before = build._key("true")
-    changed = tmp_path / "kernels.cpp"
-    changed.write_text(build.SOURCE.read_text() + "\n")
-    monkeypatch.setattr(build, "SOURCE", changed)
-    assert build._key("true") != before
+    names = [path.name for path in build.SOURCES.iterdir() if path.suffix in (".cpp", ".h")]
+    assert len(names) > 1
+    keys = set()
+    for name in names:
+        copy = Path(shutil.copytree(build.SOURCES, tmp_path / name))
+        (copy / name).write_text((copy / name).read_text() + "\n")
+        monkeypatch.setattr(build, "SOURCES", copy)
+        keys.add(build._key("true"))
+    assert len(keys | {before}) == len(names) + 1
 
 
 @pytest.fixture

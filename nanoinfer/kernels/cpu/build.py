@@ -1,4 +1,4 @@
-"""Compiles kernels.cpp once per source, compiler and processor, into the user's cache directory. Loads no torch.
+"""Compiles the sources here once per content, compiler and processor, into the user's cache directory. Loads no torch.
 
 Called by `ops.py` in the process that computes, and by the multi-process executor before it starts ranks, so that they
 find it done. Several processes may ask at once: one compiles under a lock, and the library appears by an atomic rename.
@@ -14,11 +14,12 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
+SOURCES = Path(__file__).parent
 _FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-std=c++17", "-w"]
 
 
@@ -60,16 +61,19 @@ def _cache_directory() -> Path:
 
 def _compile(compiler: str, library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as directory:
-        compiled, linked = Path(directory, "kernels.o"), Path(directory, "kernels.so")
+        objects = {source: Path(directory, source.stem + ".o") for source in sorted(SOURCES.glob("*.cpp"))}
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # raises what a compilation raised
+            list(pool.map(lambda pair: _run([compiler, *_FLAGS, "-c", pair[0], "-o", pair[1]]), objects.items()))
+        linked = Path(directory, "kernels.so")
         # Linked without -fopenmp: its symbols are to come from the OpenMP runtime that torch has loaded.
-        for command in (
-            [compiler, *_FLAGS, "-c", str(SOURCE), "-o", str(compiled)],
-            [compiler, "-shared", "-Wl,-z,now", str(compiled), "-o", str(linked)],
-        ):
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode != 0:
-                raise BuildError(f"{' '.join(command)} failed: {done.stderr.strip()[-500:]}")
+        _run([compiler, "-shared", "-Wl,-z,now", *objects.values(), "-o", linked])
         os.replace(linked, library)
+
+
+def _run(command: list[str | Path]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise BuildError(f"{' '.join(map(str, command))} failed: {done.stderr.strip()[-500:]}")
 
 
 def _key(compiler: str) -> str:
@@ -79,6 +83,7 @@ def _key(compiler: str) -> str:
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
     digest = hashlib.sha256()
-    for part in (SOURCE.read_text(), version, flags, " ".join(_FLAGS)):
+    sources = [path.read_text() for path in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")])]
+    for part in (*sources, version, flags, " ".join(_FLAGS)):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:16]

@@ -31,7 +31,7 @@ _SIGNATURES: dict[str, list[type]] = {
 }
 _TYPED = {"paged_decode", "rms_norm", "norm_rotate_store", "row_argmax", "segment_sums"}
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
-# As in kernels.cpp.
+# As in linear.cpp and decode.cpp.
 _ROWS_AT_ONCE = 256
 MAX_GROUP = 16
 MAX_HEAD_DIM = 256
@@ -40,7 +40,7 @@ _HUGE_PAGE = 2 << 20
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A bf16 matrix in the order of kernels.cpp. Gated: rows of gate and up, interleaved, for linear + SiLU-and-mul."""
+    """A bf16 matrix in the order of linear.cpp. Gated: rows of gate and up, interleaved, for linear + SiLU-and-mul."""
 
     data: torch.Tensor
     out_features: int

@@ -1,0 +1,110 @@
+// What the CPU kernels share: conversions, 16-lane loads and stores of either type, exp, AMX tiles. Every kernel has a plain C
+// interface for ctypes, is compiled at first use by build.py for the processor at hand, and has its plain torch twin in
+// ../reference.py. Tensors are dense unless a stride is passed; strides count elements.
+//
+// OpenMP's symbols are left undefined at link time and come from the runtime that torch has loaded: two OpenMP runtimes
+// in one process would fight for the cores.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <immintrin.h>
+#include <vector>
+#include <omp.h>
+
+typedef uint16_t bf16;
+
+static inline float to_float(bf16 x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+static inline float to_float(float x) { return x; }
+
+template <typename T> static inline T from_float(float x);
+template <> inline float from_float<float>(float x) { return x; }
+template <> inline bf16 from_float<bf16>(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    const uint32_t nearest = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // ties to even
+    return (bf16)((bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16) | 0x40 : nearest);  // NaN stays NaN
+}
+
+template <typename T> static inline float rounded(float x) { return to_float(from_float<T>(x)); }
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512BF16__)
+#define WIDE 1
+// 16 values of either type as float32; lanes beyond `mask` are zero, or not stored.
+static inline __mmask16 lanes(int64_t count) { return count >= 16 ? 0xffff : (__mmask16)((1u << count) - 1); }
+static inline __m512 load16(const float *p, __mmask16 mask) { return _mm512_maskz_loadu_ps(mask, p); }
+static inline __m512 load16(const bf16 *p, __mmask16 mask) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, p)), 16));
+}
+static inline void store16(float *p, __m512 x, __mmask16 mask) { _mm512_mask_storeu_ps(p, mask, x); }
+static inline void store16(bf16 *p, __m512 x, __mmask16 mask) {
+    _mm256_mask_storeu_epi16(p, mask, (__m256i)_mm512_cvtneps_pbh(x));
+}
+template <typename T> static inline __m512 rounded16(__m512 x);
+template <> inline __m512 rounded16<float>(__m512 x) { return x; }
+template <> inline __m512 rounded16<bf16>(__m512 x) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)), 16));
+}
+#endif
+
+// exp, by Cody-Waite reduction and a polynomial of degree 6 (Cephes' coefficients); relative error about 1e-7.
+
+#if defined(__AVX512F__)
+static inline __m512 exp512(__m512 x) {
+    x = _mm512_max_ps(x, _mm512_set1_ps(-87.0f));
+    const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
+    p = _mm512_fmadd_ps(_mm512_mul_ps(p, r), r, _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
+    return _mm512_scalef_ps(p, n);
+}
+#endif
+
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#define HAVE_AMX 1
+
+struct TileConfig {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {0};
+    uint16_t bytes_per_row[16] = {0};
+    uint8_t rows[16] = {0};
+};
+
+static void configure_tiles() {
+    TileConfig config;
+    for (int i = 0; i < 8; ++i) config.rows[i] = 16, config.bytes_per_row[i] = 64;
+    _tile_loadconfig(&config);
+}
+
+
+static inline void store_bf16(bf16 *out, __m512 values, int64_t count) {
+    const __m256i packed = (__m256i)_mm512_cvtneps_pbh(values);
+    if (count >= 16) _mm256_storeu_si256((__m256i *)out, packed);
+    else if (count > 0) _mm256_mask_storeu_epi16(out, (__mmask16)((1u << count) - 1), packed);
+}
+
+static inline __m512 silu(__m512 x) {
+    // exp of at most 87, so that the quotient cannot become 0 / inf's opposite.
+    const __m512 e = exp512(_mm512_min_ps(_mm512_sub_ps(_mm512_setzero_ps(), x), _mm512_set1_ps(87.0f)));
+    return _mm512_div_ps(x, _mm512_add_ps(e, _mm512_set1_ps(1.0f)));
+}
+#endif
+
+// How attention's heads share their keys and values.
+struct AttentionShape {
+    int64_t num_heads, num_kv_heads, head_dim, block_size;
+    float scale;
+};

@@ -1,0 +1,76 @@
+// Sampling: the passes over a row of logits, straight from the head's type, without a float32 copy.
+
+#include "common.h"
+
+// Per row the largest logit and the first column that has it; NaN wins over everything.
+template <typename T>
+static void row_argmax(const T *logits, int64_t rows, int64_t columns, int64_t stride, float *best, int64_t *winners) {
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < rows; ++row) {
+        const T *x = logits + row * stride;
+        float maximum = -INFINITY;
+        int has_nan = 0;
+#pragma omp simd reduction(max : maximum) reduction(| : has_nan)
+        for (int64_t i = 0; i < columns; ++i) {
+            const float value = to_float(x[i]);
+            has_nan |= value != value;
+            maximum = value > maximum ? value : maximum;
+        }
+        int64_t winner = 0;
+        while (winner < columns - 1 && to_float(x[winner]) != maximum) ++winner;
+        best[row] = has_nan ? NAN : maximum;
+        winners[row] = winner;
+    }
+}
+
+static inline float weight_of(float logit, float best, float inverse_temperature) {
+    const float x = (logit - best) * inverse_temperature;
+    return x < -87.0f ? 0.0f : std::exp(x);
+}
+
+// sums[row][s]: the sum of exp((logit - best) / temperature) over columns s * segment .. (s + 1) * segment - 1.
+template <typename T>
+static void segment_sums(const T *logits, int64_t rows, int64_t columns, int64_t stride, const float *best,
+                         const float *inverse_temperature, int64_t segment, double *sums) {
+    const int64_t segments = (columns + segment - 1) / segment;
+#pragma omp parallel for schedule(static)
+    for (int64_t item = 0; item < rows * segments; ++item) {
+        const int64_t row = item / segments, start = item % segments * segment;
+        const T *x = logits + row * stride + start;
+        const int64_t count = std::min(segment, columns - start);
+        double sum = 0;
+        int64_t i = 0;
+#if defined(__AVX512F__)
+        const __m512 top = _mm512_set1_ps(best[row]), factor = _mm512_set1_ps(inverse_temperature[row]);
+        __m512 total = _mm512_setzero_ps();
+        for (; i + 16 <= count; i += 16) {
+            __m512 value;
+            if constexpr (sizeof(T) == 2)
+                value = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(x + i))), 16));
+            else
+                value = _mm512_loadu_ps((const float *)x + i);
+            value = _mm512_mul_ps(_mm512_sub_ps(value, top), factor);
+            const __mmask16 counts = _mm512_cmp_ps_mask(value, _mm512_set1_ps(-87.0f), _CMP_GE_OQ);
+            total = _mm512_mask_add_ps(total, counts, total, exp512(value));
+        }
+        sum = _mm512_reduce_add_ps(total);
+#endif
+        for (; i < count; ++i) sum += weight_of(to_float(x[i]), best[row], inverse_temperature[row]);
+        sums[item] = sum;
+    }
+}
+
+extern "C" void row_argmax_f32(const float *x, int64_t rows, int64_t columns, int64_t stride, float *best, int64_t *winners) {
+    row_argmax(x, rows, columns, stride, best, winners);
+}
+extern "C" void row_argmax_bf16(const bf16 *x, int64_t rows, int64_t columns, int64_t stride, float *best, int64_t *winners) {
+    row_argmax(x, rows, columns, stride, best, winners);
+}
+extern "C" void segment_sums_f32(const float *x, int64_t rows, int64_t columns, int64_t stride, const float *best,
+                                 const float *inverse_temperature, int64_t segment, double *sums) {
+    segment_sums(x, rows, columns, stride, best, inverse_temperature, segment, sums);
+}
+extern "C" void segment_sums_bf16(const bf16 *x, int64_t rows, int64_t columns, int64_t stride, const float *best,
+                                  const float *inverse_temperature, int64_t segment, double *sums) {
+    segment_sums(x, rows, columns, stride, best, inverse_temperature, segment, sums);
+}
