@@ -83,9 +83,13 @@ struct TileConfig {
     uint8_t rows[16] = {0};
 };
 
-static void configure_tiles() {
+// Tiles 0 to 3 hold sums, 4 and 5 left factors, 6 and 7 right ones; 0, 1 and 4 have `top` rows, 2, 3 and 5 `rest`.
+static void configure_tiles(int64_t top, int64_t rest) {
     TileConfig config;
-    for (int i = 0; i < 8; ++i) config.rows[i] = 16, config.bytes_per_row[i] = 64;
+    for (int i = 0; i < 8; ++i) {
+        config.rows[i] = i >= 6 ? 16 : i == 2 || i == 3 || i == 5 ? (rest ? rest : 16) : top;
+        config.bytes_per_row[i] = 64;
+    }
     _tile_loadconfig(&config);
 }
 
@@ -102,6 +106,14 @@ static inline __m512 silu(__m512 x) {
     return _mm512_div_ps(x, _mm512_add_ps(e, _mm512_set1_ps(1.0f)));
 }
 #endif
+
+// This thread's memory for intermediate results, kept from call to call; a second call may give the same.
+template <typename T> static T *scratch(int64_t count) {
+    static thread_local std::vector<char> memory;
+    const size_t size = count * sizeof(T) + 64;
+    if (memory.size() < size) memory.resize(size);
+    return (T *)(((uintptr_t)memory.data() + 63) & ~(uintptr_t)63);
+}
 
 // How attention's heads share their keys and values.
 struct AttentionShape {

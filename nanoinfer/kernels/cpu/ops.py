@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 _POINTER, _INT64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _SIGNATURES: dict[str, list[type]] = {
-    "linear_bf16": [_POINTER, *[_INT64] * 3, _POINTER, _INT64, _POINTER, _INT, _POINTER, _INT64, _POINTER],
+    "linear_bf16": [_POINTER, *[_INT64] * 3, _POINTER, _INT64, _POINTER, _INT, _POINTER, _INT64],
     "pack_bf16": [_POINTER, *[_INT64] * 3, _INT, _POINTER],
     "paged_decode": [*[_POINTER] * 4, _INT64, *[_POINTER] * 2, *[_INT64] * 5, _FLOAT, _INT64, *[_POINTER] * 2],
     "paged_prefill_bf16": [*[_POINTER] * 4, _INT64, *[_POINTER] * 3, *[_INT64] * 5, _FLOAT, _INT64, _POINTER],
@@ -31,8 +31,7 @@ _SIGNATURES: dict[str, list[type]] = {
 }
 _TYPED = {"paged_decode", "rms_norm", "norm_rotate_store", "row_argmax", "segment_sums"}
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
-# As in linear.cpp and decode.cpp.
-_ROWS_AT_ONCE = 256
+# As in decode.cpp.
 MAX_GROUP = 16
 MAX_HEAD_DIM = 256
 _HUGE_PAGE = 2 << 20
@@ -79,11 +78,9 @@ class CPUKernels:
         x = x if x.stride(-1) == 1 else x.contiguous()
         rows, k = x.shape
         out = x.new_empty(rows, weight.out_features)
-        scratch = x.new_empty(min(-(-rows // 32) * 32, _ROWS_AT_ONCE) * (-(-k // 32) * 32))
         self._functions["linear_bf16"](
             x.data_ptr(), rows, k, x.stride(0), weight.data.data_ptr(), weight.out_features,
             None if bias is None else bias.data_ptr(), weight.gated, out.data_ptr(), weight.out_features,
-            scratch.data_ptr(),
         )  # fmt: skip
         return out
 

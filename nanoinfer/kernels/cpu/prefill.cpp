@@ -205,7 +205,7 @@ extern "C" void paged_prefill_bf16(const bf16 *q, const bf16 *k_cache, const bf1
     const int64_t group = num_heads / num_kv_heads;
 #pragma omp parallel
     {
-        configure_tiles();
+        configure_tiles(16, 16);
         static thread_local std::vector<bf16> scratch;
         static thread_local QueryTile tile;
 #pragma omp for schedule(dynamic, 1)
