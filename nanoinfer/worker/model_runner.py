@@ -75,6 +75,12 @@ class ModelRunner:
             limits.max_num_seqs, limits.max_model_len, limits.block_size, self.model_config.vocab_size
         )
 
+    @property
+    def kv_cache(self) -> KVCache:
+        """The pool of keys and values; there once `allocate` has run."""
+        assert self._kv_cache is not None, "kv_cache before allocate"
+        return self._kv_cache
+
     @torch.inference_mode()
     def step(self, plan: SchedulerOutput) -> StepResult:
         """Runs one plan. After an exception the rows are uncertain: the next plan must set `forget_all`."""
@@ -96,8 +102,7 @@ class ModelRunner:
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """This rank's logits of the rows that sample; keys and values of all of the step's tokens are stored."""
-        assert self._kv_cache is not None
-        hidden = self.model(batch, self._kv_cache)
+        hidden = self.model(batch, self.kv_cache)
         return self.model.compute_logits(hidden, batch.logits_indices)
 
     def sample(self, logits: torch.Tensor, sampling: SamplingBatch) -> tuple[list[int], dict[int, TokenLogprobs]]:
