@@ -28,6 +28,7 @@ from nanoinfer.bench.host_time import measure_host_time
 from nanoinfer.bench.kernels import measure_kernels
 from nanoinfer.bench.machine import Machine, measure_machine
 from nanoinfer.bench.memory import reset_peak_rss, rss_beyond
+from nanoinfer.bench.quality import measure_quality, quality_markdown
 from nanoinfer.bench.step_overhead import measure_step_overhead
 from nanoinfer.bench.workload import MAX_TOKEN_ID, PRESETS, QWEN3_0_6B, SHAPE_ONLY, Workload, open_llm
 from nanoinfer.config import DTYPES, EngineConfig, ModelConfig
@@ -171,6 +172,7 @@ def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, EngineCo
         "--step-overhead", action="store_true", help="measure what rank processes add to a step instead"
     )
     parser.add_argument("--host-only", action="store_true", help="measure a decode step without the model instead")
+    parser.add_argument("--quality", action="store_true", help="measure what number formats do to outputs instead")
     parser.add_argument("--kernels", action="store_true", help="measure the CPU kernels alone instead")
     parser.add_argument(
         "--growth", action="store_true", help="measure decode steps over sequences and contexts instead"
@@ -244,6 +246,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         if getattr(args, name):
             show(measure(), as_json=args.json)
             return
+    if args.quality:
+        report = measure_quality()
+        print(json.dumps(report) if args.json else quality_markdown(report))
+        return
     load = os.getloadavg()[0]  # others at work lower the machine's rates and the throughput, not always alike
     machine = measure_machine(args.device, getattr(torch, args.dtype), config.tensor_parallel_size)
     about = environment(args.device) | {"load_average_before": load, "settings": asdict(config)}
