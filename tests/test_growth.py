@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import platform
+import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from nanoinfer.bench.machine import Machine
 from nanoinfer.bench.svg import line_chart
 from nanoinfer.config import ModelConfig
 from nanoinfer.executor.uniproc import UniprocExecutor
+from nanoinfer.worker.kv_cache import return_freed_memory
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -111,6 +114,16 @@ def test_growth_writes_table_plot_and_json(
     report = json.loads(capsys.readouterr().out)
     assert [(p["num_seqs"], p["context"]) for p in report["points"]] == [(2, 32)]
     assert [(p["num_seqs"], p["context"]) for p in report["left_out"]] == [(2, 64), (4, 32)]
+    # With memory for three blocks and a half beside the weights, too; and with none, that is said.
+    floor = Floor.of_model(ModelConfig.from_dict(small), itemsize=4)
+    weights = 4 * (floor.linear_weights + 2 * floor.head_weights) + growth._SPARE_BYTES
+    monkeypatch.setattr(growth, "available_memory", lambda: weights + 112 * floor.kv_bytes)
+    throughput.main([*command, "--kvcache-block-size", "32", "--json"])
+    assert json.loads(capsys.readouterr().out)["left_out"] == report["left_out"]
+    monkeypatch.setattr(growth, "available_memory", lambda: weights - 10)
+    with pytest.raises(SystemExit, match="free 11 bytes"):
+        throughput.main(command)
+    monkeypatch.setattr(growth, "available_memory", lambda: 1 << 60)
     throughput.main(command)
     table = capsys.readouterr().out
     assert [line.split("|")[1:3] for line in table.splitlines()[2:5]] == [
@@ -157,6 +170,22 @@ def test_resident_bytes_are_those_that_were_touched() -> None:
     before = memory.resident_bytes(tensor)
     tensor[: 10 * mmap.PAGESIZE].fill_(1)
     assert memory.resident_bytes(tensor) - before == 10 * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="what is tested is glibc's")
+def test_holes_in_the_heap_are_given_back() -> None:
+    def anonymous_kib() -> int:
+        found = re.search(r"RssAnon:\s*(\d+) kB", Path("/proc/self/status").read_text())
+        assert found is not None
+        return int(found[1])
+
+    # Too small to be mapped one by one; those that stay keep the heap from shrinking at its end.
+    chunks = [torch.ones(64 << 10, dtype=torch.uint8) for _ in range(2000)]
+    kept = chunks[9::10]
+    full = anonymous_kib()
+    del chunks
+    return_freed_memory()
+    assert full - anonymous_kib() > 0.8 * 64 * (2000 - len(kept))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

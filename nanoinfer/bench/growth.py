@@ -3,8 +3,9 @@
 Plans go straight to the worker, which runs them as the engine would: rows, tensors, forward pass, head and sampler
 (temperature 0.6). Only the scheduler and the texts are left out (`--host-only` measures those). Nothing is prefilled:
 every slot of the pool first gets finite random keys and values, each layer its own memory, and sequences start as if
-their contexts had been computed, in blocks scattered over the pool. All points are visited several times in turn, so
-that a machine which slows down for a while slows none of them alone.
+their contexts had been computed. Their blocks are scattered over the pool, as they are once an engine has served for a
+while; in a pool of many gigabytes that alone costs up to a third of attention's speed, since page translations miss.
+All points are visited several times in turn, so that a machine which slows down for a while slows none of them alone.
 """
 
 from __future__ import annotations
@@ -86,7 +87,10 @@ def _pool(config: EngineConfig) -> dict[str, Any]:
         ModelConfig.from_dict(QWEN3_0_6B), torch.float32.itemsize if config.dtype == "float32" else 2
     )
     weights = floor.itemsize * (floor.linear_weights + 2 * floor.head_weights)
-    return {"cpu_kvcache_gib": min(MAX_TOKENS * floor.kv_bytes, available_memory() - weights - _SPARE_BYTES) / GIB}
+    room = available_memory() - weights - _SPARE_BYTES
+    if room <= 0:
+        raise SystemExit(f"bench.py --growth: no memory is left for keys and values; free {1 - room} bytes or more")
+    return {"cpu_kvcache_gib": min(MAX_TOKENS * floor.kv_bytes, room) / GIB}
 
 
 def measure_points(

@@ -19,7 +19,7 @@ from nanoinfer.models.loader import load_dummy_weights, load_weights, open_check
 from nanoinfer.models.qwen3 import Qwen3ForCausalLM
 from nanoinfer.step import KVCacheCapacity, SchedulerOutput, StepResult, TokenLogprobs
 from nanoinfer.worker.input_batch import InputBatch
-from nanoinfer.worker.kv_cache import available_memory, num_cpu_blocks
+from nanoinfer.worker.kv_cache import available_memory, num_cpu_blocks, return_freed_memory
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +49,7 @@ class ModelRunner:
             else:
                 load_weights(self.model, checkpoint, show_progress=groups.tp.rank == 0)
             self.model.pack()
+        return_freed_memory()
         self._vocab_shard = VocabShard(groups.tp, self.model.lm_head.first_id)
         self._kv_cache: KVCache | None = None
         self._batch: InputBatch | None = None
