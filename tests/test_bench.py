@@ -16,7 +16,8 @@ from nanoinfer.step import StepStats
 
 JSON_KEYS = {
     "workload", "device", "prompt_tokens", "output_tokens", "seconds", "output_tok_s", "prefill_tok_s", "decode_tok_s",
-    "batch1_tok_s", "preemptions", "read_gb_s", "gemm_tflop_s", "floor_tok_s", "fraction_of_floor", "host_ms_per_step",
+    "batch1_tok_s", "batch1_fraction_of_floor", "prefill_512_fraction", "rss_beyond_gib", "preemptions", "read_gb_s",
+    "gemm_tflop_s", "floor_tok_s", "fraction_of_floor", "host_ms_per_step",
 }  # fmt: skip
 TINY = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -157,7 +158,11 @@ def test_summary_attributes_mixed_steps_to_prefill(floor: Any) -> None:
         stats(num_decode_tokens=1, num_sampled=1, num_context_tokens=60, seconds=0.25, execute_seconds=0.25),
     ]
     workload = bench.Workload("w1", [[1] * 90, [2] * 10], [4, 2])
-    run = bench.Run(seconds=4.0, batch1_seconds=2.0, output_tokens=6, steps=steps)
+    alone = [stats(num_prefill_tokens=128, num_sampled=1, num_context_tokens=128), stats(num_decode_tokens=1)]
+    whole = stats(num_prefill_tokens=1024, num_sampled=2, num_context_tokens=1024, num_attention_pairs=512 * 513)
+    run = bench.Run(
+        bench.Timed(4.0, 6, steps), bench.Timed(2.0, 64, alone), bench.Timed(8.0, 8, [whole] * 4), rss_beyond=3 * 2**28
+    )
     rates = bench.Machine(10.0, 1.0)
     summary = bench.summarize(workload, run, floor, rates)
     expected = {"prompt_tokens": 100, "output_tokens": 6, "output_tok_s": 1.5, "preemptions": 1, "mean_batch": 1.5}
@@ -166,6 +171,11 @@ def test_summary_attributes_mixed_steps_to_prefill(floor: Any) -> None:
     least = sum(floor.seconds(step, rates) for step in steps)
     assert summary["floor_tok_s"] == pytest.approx(6 / least)
     assert summary["fraction_of_floor"] == pytest.approx(least / 4.0)
+    assert summary["batch1_fraction_of_floor"] == pytest.approx(sum(floor.seconds(step, rates) for step in alone) / 2)
+    # Eight prompts of 512: 880,803,840 FLOP a token, 311,164,928 for each head, 131,328 pairs of 229,376 a prompt.
+    flops = 8 * (512 * 880_803_840 + 311_164_928 + 131_328 * 229_376)
+    assert summary["prefill_512_fraction"] == pytest.approx(flops / 1e12 / 8.0)
+    assert summary["rss_beyond_gib"] == 0.75
 
 
 @pytest.mark.parametrize(
@@ -186,6 +196,10 @@ def test_summary_attributes_mixed_steps_to_prefill(floor: Any) -> None:
         (["--gpu-memory-utilization", "0.5", "--device", "cpu"], "--gpu-memory-utilization"),
         (["--load-format", "auto"], "--load-format"),
         (["--workload", "w1", "--max-model-len", "512"], "--max-model-len 512"),
+        (["--plot", "growth.svg"], "--plot"),
+        (["--growth", "--model", "somewhere"], "--model"),
+        (["--growth", "--tensor-parallel-size", "2"], "one rank"),
+        (["--growth", "--plot", "no/such/folder/growth.svg"], "no/such/folder"),
     ],
 )
 def test_wrong_and_surplus_options_are_refused(
@@ -207,16 +221,15 @@ def test_options_reach_the_engine() -> None:
 
 
 class FakeLLM:
-    """Returns as many tokens as `produce` makes of the number asked for."""
+    """Returns as many tokens as `produce` makes of the number asked for; `cached` prompt tokens are not computed."""
 
-    def __init__(self, produce: Any, prefill_tokens: int) -> None:
-        self.engine = SimpleNamespace(on_step=None)
-        self._produce, self._prefill_tokens = produce, prefill_tokens
+    def __init__(self, produce: Any, cached: int = 0) -> None:
+        self.engine = SimpleNamespace(on_step=None, executor=None)
+        self._produce, self._cached = produce, cached
 
     def generate(self, prompts: list[list[int]], params: list[Any], use_tqdm: bool) -> list[Any]:
         assert not use_tqdm
-        if self.engine.on_step:
-            self.engine.on_step(stats(num_prefill_tokens=self._prefill_tokens))
+        self.engine.on_step(stats(num_prefill_tokens=sum(map(len, prompts)) - self._cached))
         assert all(p.ignore_eos for p in params)
         counts = [self._produce(p.max_tokens) for p in params]
         return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0] * count)]) for count in counts]
@@ -224,12 +237,15 @@ class FakeLLM:
 
 def test_missing_tokens_and_cached_prompts_are_not_measured() -> None:
     workload = bench.Workload("w1", [[1, 2, 3], [4, 5]], [4, 2])
-    run = bench.run_workload(FakeLLM(lambda n: n, prefill_tokens=5), workload, seed=0)
-    assert run.output_tokens == 6 and len(run.steps) == 1
+    run = bench.run_workload(FakeLLM(lambda n: n), workload, seed=0)
+    assert run.workload.output_tokens == 6 and len(run.workload.steps) == 1
+    assert (run.batch1.output_tokens, run.batch1.steps) == (64, [stats(num_prefill_tokens=128)])
+    assert (run.prefill.output_tokens, run.prefill.steps) == (8, [stats(num_prefill_tokens=8 * 512)])
+    assert run.rss_beyond is None
     with pytest.raises(RuntimeError, match="produced"):
-        bench.run_workload(FakeLLM(lambda n: n - 1, prefill_tokens=5), workload, seed=0)
+        bench.run_workload(FakeLLM(lambda n: n - 1), workload, seed=0)
     with pytest.raises(RuntimeError, match="cache"):
-        bench.run_workload(FakeLLM(lambda n: n, prefill_tokens=4), workload, seed=0)
+        bench.run_workload(FakeLLM(lambda n: n, cached=1), workload, seed=0)
 
 
 def test_the_best_repeat_of_the_fastest_method_counts(monkeypatch: pytest.MonkeyPatch) -> None:

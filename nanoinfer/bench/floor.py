@@ -33,12 +33,18 @@ class Floor:
             itemsize=itemsize,
         )
 
-    def seconds(self, step: StepStats, machine: Machine) -> float:
-        """Products and weight reads can overlap; the KV cache is read on top. Decode's attention FLOPs hide in that."""
+    def flops(self, step: StepStats) -> int:
+        """Of the products and of prefill's attention. Decode's attention hides in reading the KV cache."""
         tokens = step.num_prefill_tokens + step.num_decode_tokens
-        flops = 2 * (self.linear_weights * tokens + self.head_weights * step.num_sampled)
-        flops += self.pair_flops * step.num_attention_pairs
+        products = 2 * (self.linear_weights * tokens + self.head_weights * step.num_sampled)
+        return products + self.pair_flops * step.num_attention_pairs
+
+    def seconds(self, step: StepStats, machine: Machine) -> float:
+        """Products and weight reads can overlap; the KV cache is read on top."""
         # A step in which no row samples (a part of a long prompt) does not touch the head.
         weight_bytes = self.itemsize * (self.linear_weights + (self.head_weights if step.num_sampled else 0))
         read_rate, gemm_rate = machine.read_gb_s * 1e9, machine.gemm_tflop_s * 1e12
-        return max(flops / gemm_rate, weight_bytes / read_rate) + self.kv_bytes * step.num_context_tokens / read_rate
+        return (
+            max(self.flops(step) / gemm_rate, weight_bytes / read_rate)
+            + self.kv_bytes * step.num_context_tokens / read_rate
+        )

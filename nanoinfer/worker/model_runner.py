@@ -19,7 +19,7 @@ from nanoinfer.models.loader import load_dummy_weights, load_weights, open_check
 from nanoinfer.models.qwen3 import Qwen3ForCausalLM
 from nanoinfer.step import KVCacheCapacity, SchedulerOutput, StepResult, TokenLogprobs
 from nanoinfer.worker.input_batch import InputBatch
-from nanoinfer.worker.kv_cache import available_memory, num_cpu_blocks
+from nanoinfer.worker.kv_cache import available_memory, num_cpu_blocks, return_freed_memory
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +49,7 @@ class ModelRunner:
             else:
                 load_weights(self.model, checkpoint, show_progress=groups.tp.rank == 0)
             self.model.pack()
+        return_freed_memory()
         self._vocab_shard = VocabShard(groups.tp, self.model.lm_head.first_id)
         self._kv_cache: KVCache | None = None
         self._batch: InputBatch | None = None
@@ -75,6 +76,12 @@ class ModelRunner:
             limits.max_num_seqs, limits.max_model_len, limits.block_size, self.model_config.vocab_size
         )
 
+    @property
+    def kv_cache(self) -> KVCache:
+        """The pool of keys and values; there once `allocate` has run."""
+        assert self._kv_cache is not None, "kv_cache before allocate"
+        return self._kv_cache
+
     @torch.inference_mode()
     def step(self, plan: SchedulerOutput) -> StepResult:
         """Runs one plan. After an exception the rows are uncertain: the next plan must set `forget_all`."""
@@ -96,8 +103,7 @@ class ModelRunner:
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """This rank's logits of the rows that sample; keys and values of all of the step's tokens are stored."""
-        assert self._kv_cache is not None
-        hidden = self.model(batch, self._kv_cache)
+        hidden = self.model(batch, self.kv_cache)
         return self.model.compute_logits(hidden, batch.logits_indices)
 
     def sample(self, logits: torch.Tensor, sampling: SamplingBatch) -> tuple[list[int], dict[int, TokenLogprobs]]:
