@@ -28,7 +28,7 @@ from nanoinfer.bench.kernels import measure_kernels
 from nanoinfer.bench.machine import Machine, measure_machine
 from nanoinfer.bench.step_overhead import measure_step_overhead
 from nanoinfer.bench.workload import MAX_TOKEN_ID, PRESETS, QWEN3_0_6B, Workload
-from nanoinfer.config import DTYPES, EngineConfig, ModelConfig
+from nanoinfer.config import DTYPES, QUANTIZATIONS, EngineConfig, ModelConfig
 from nanoinfer.llm import LLM
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.step import StepStats
@@ -148,6 +148,7 @@ def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, EngineCo
     engine.add_argument("--kvcache-block-size", type=int)
     engine.add_argument("--gpu-memory-utilization", type=float)
     engine.add_argument("--cpu-kvcache-gib", type=float)
+    engine.add_argument("--quantization", choices=QUANTIZATIONS, help="of the weights, when they are loaded")
     engine.add_argument("--enforce-eager", action="store_true", default=None)
     args = parser.parse_args(argv)
     try:
@@ -199,7 +200,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "config.json").write_text(json.dumps(QWEN3_0_6B))
         with LLM(**asdict(config) | {"model": args.model or directory}) as llm:
-            floor = Floor.of_model(llm.model_config, getattr(torch, llm.capacity.dtype).itemsize)
+            itemsize = getattr(torch, llm.capacity.dtype).itemsize
+            floor = Floor.of_model(llm.model_config, itemsize, config.quantization)
             report = summarize(workload, run_workload(llm, workload, args.seed), floor, machine)
             report |= environment(args.device) | {"load_average_before": load}
             report |= {"settings": asdict(config), "kv_cache": asdict(llm.capacity)}
