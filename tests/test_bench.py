@@ -72,9 +72,9 @@ def test_weights_and_kv_cache_of_qwen3_0_6b(floor: Any) -> None:
     # Per layer: q and o 1024 x 2048, k and v 1024 x 1024, three of 1024 x 3072; then 151936 x 1024.
     layer = 2 * 1024 * 2048 + 2 * 1024 * 1024 + 3 * 1024 * 3072
     assert floor.linear_weights == 28 * layer == 440_401_920
-    assert floor.itemsize * (floor.linear_weights + floor.head_weights) == 1_191_968_768
+    assert floor.linear_bytes + floor.head_bytes == 1_191_968_768
     assert floor.kv_bytes == 114_688
-    assert 2 * floor.linear_weights == 880_803_840
+    assert floor.linear_bytes == 880_803_840
     assert floor.pair_flops == 229_376
 
 
@@ -82,7 +82,21 @@ def test_floor_in_another_dtype_and_with_untied_embeddings() -> None:
     untied = ModelConfig.from_dict(bench.QWEN3_0_6B | {"tie_word_embeddings": False})
     floor = bench.Floor.of_model(untied, itemsize=4)
     assert floor.kv_bytes == 2 * 114_688
-    assert floor.itemsize * (floor.linear_weights + floor.head_weights) == 2 * 1_191_968_768
+    assert floor.linear_bytes + floor.head_bytes == 2 * 1_191_968_768
+
+
+def test_floor_of_int8_weights_reads_a_byte_each_and_a_scale_per_output(floor: Any) -> None:
+    int8 = bench.Floor.of_model(ModelConfig.from_dict(bench.QWEN3_0_6B), itemsize=2, quantization="int8")
+    # Outputs of q, k, v, o, gate, up and down.
+    outputs = 2048 + 2 * 1024 + 1024 + 2 * 3072 + 1024
+    assert int8.linear_bytes == 440_401_920 + 28 * 4 * outputs
+    assert int8.head_bytes == 151936 * (1024 + 4)
+    assert (int8.kv_bytes, int8.pair_flops) == (floor.kv_bytes, floor.pair_flops)
+    rates = bench.Machine(read_gb_s=10.0, gemm_tflop_s=1.0)
+    decode = stats(num_decode_tokens=1, num_sampled=1, num_context_tokens=100)
+    assert int8.seconds(decode, rates) == pytest.approx((597_968_384 + 100 * 114_688) / 1e10, rel=1e-12)
+    prompt = stats(num_prefill_tokens=1000, num_attention_pairs=500_500)
+    assert int8.seconds(prompt, rates) == pytest.approx((1000 * 440_401_920 + 500_500 * 229_376) / 1e12, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -190,6 +204,7 @@ def test_summary_attributes_mixed_steps_to_prefill(floor: Any) -> None:
         (["--num-seqs", "four"], "invalid int"),
         (["--seed", "-1"], "seed is -1"),
         (["--dtype", "int8"], "int8"),
+        (["--quantization", "int4"], "invalid choice: 'int4'"),
         (["--max-num-seqs", "0"], "max_num_seqs is 0"),
         (["--tensor-parallel-size", "0"], "tensor_parallel_size is 0"),
         (["--cpu-kvcache-gib", "-1", "--device", "cpu"], "cpu_kvcache_gib is -1"),
@@ -216,8 +231,12 @@ def test_options_reach_the_engine() -> None:
     assert (args.workload, args.num_seqs, args.json) == ("w1", 3, False)
     assert (config.device, config.load_format, config.dtype, config.seed) == ("cpu", "dummy", "bfloat16", 0)
     assert (config.max_model_len, config.max_num_batched_tokens, config.enforce_eager) == (2048, 64, False)
-    _, config = bench.parse_args(["--device", "cpu", "--model", "somewhere", "--enforce-eager"])
+    assert config.quantization is None
+    _, config = bench.parse_args(
+        ["--device", "cpu", "--model", "somewhere", "--enforce-eager", "--quantization", "int8"]
+    )
     assert (config.model, config.load_format, config.enforce_eager) == ("somewhere", "auto", True)
+    assert config.quantization == "int8"
 
 
 class FakeLLM:

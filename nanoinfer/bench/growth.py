@@ -83,10 +83,9 @@ def _pool(config: EngineConfig) -> dict[str, Any]:
     """A pool for the largest point, or for what memory has left beside the weights; unless a pool was asked for."""
     if config.device != "cpu" or config.num_kvcache_blocks is not None or config.cpu_kvcache_gib is not None:
         return {}
-    floor = Floor.of_model(
-        ModelConfig.from_dict(QWEN3_0_6B), torch.float32.itemsize if config.dtype == "float32" else 2
-    )
-    weights = floor.itemsize * (floor.linear_weights + 2 * floor.head_weights)
+    itemsize = 4 if config.dtype == "float32" else 2
+    floor = Floor.of_model(ModelConfig.from_dict(QWEN3_0_6B), itemsize, config.quantization)
+    weights = floor.linear_bytes + floor.head_bytes + itemsize * floor.head_weights
     room = available_memory() - weights - _SPARE_BYTES
     if room <= 0:
         raise SystemExit(f"bench.py --growth: no memory is left for keys and values; free {1 - room} bytes or more")

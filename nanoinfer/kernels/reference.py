@@ -6,6 +6,7 @@ float32 as transformers does, so that both round alike.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -31,6 +32,47 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """SwiGLU's gate. x: [..., 2 * size] with the gate's half first; returns [..., size]."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Symmetric int8 per row: x is about q * scale. x: [rows, size]; returns q, int8, and scale, [rows, 1] float32.
+
+    scale is the row's largest magnitude / 127. A row of zeros gives zeros, and one with a NaN the scale NaN.
+    """
+    wide = x.float()
+    largest = wide.abs().amax(dim=-1, keepdim=True).clamp(min=1e-30)
+    # Not `127.0 / largest`, which torch computes as a reciprocal times 127: rounded twice.
+    inverse = torch.full_like(largest, 127.0) / largest
+    return (wide * inverse).round().to(torch.int8), largest / 127.0
+
+
+def linear_int8(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False
+) -> torch.Tensor:
+    """x W^T + b with rows of x and of W in int8 (`quantize_rows`), products in int32, the rest in float32.
+
+    x: [T, in_features], quantized here. weight: [out_features, in_features] int8, scales: [out_features] float32.
+    gated: SiLU-and-mul of that, before it is rounded to x's type.
+    """
+    q, x_scales = quantize_rows(x)
+    y = _int_product(q, weight) * x_scales * scales
+    y = y if bias is None else y + bias.float()
+    return (silu_and_mul(y) if gated else y).to(x.dtype)
+
+
+def _int_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x W^T of int8 matrices, as float32."""
+    # torch gets a single column wrong (2.13).
+    if x.shape[1] > 1 and _int_mm_is_exact():
+        return torch._int_mm(x, weight.t()).float()
+    return F.linear(x.float(), weight.float())
+
+
+@functools.cache
+def _int_mm_is_exact() -> bool:
+    """Without VNNI instructions, int8 products may be summed in saturating int16."""
+    extreme = torch.full((16, 64), 127, dtype=torch.int8)
+    return bool((torch._int_mm(extreme, -extreme.t()) == -64 * 127 * 127).all())
 
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

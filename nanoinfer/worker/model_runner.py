@@ -14,6 +14,7 @@ from nanoinfer.attention.base import ForwardBatch, KVCache
 from nanoinfer.attention.select import BACKENDS, select_backend
 from nanoinfer.config import EngineConfig, ModelConfig, SchedulerConfig, heads_of_rank
 from nanoinfer.distributed.group import ParallelGroups
+from nanoinfer.layers.linear import int8_kernels
 from nanoinfer.layers.sampler import SamplingBatch, VocabShard, sample
 from nanoinfer.models.loader import load_dummy_weights, load_weights, open_checkpoint
 from nanoinfer.models.qwen3 import Qwen3ForCausalLM
@@ -36,6 +37,8 @@ class ModelRunner:
         checkpoint = None if config.load_format == "dummy" else open_checkpoint(model_dir)
         stored = model_config.dtype or (checkpoint.dtype() if checkpoint else "bfloat16")
         self.dtype = resolve_dtype(config.dtype, stored, self.device, cpu_has_bf16())
+        if config.quantization is not None:
+            check_quantization(config.quantization, self.dtype, self.device, is_first_rank=groups.tp.rank == 0)
         backend_class = select_backend(model_config, self.device)
         num_heads, num_kv_heads = heads_of_rank(
             model_config.num_attention_heads, model_config.num_key_value_heads, groups.tp.size
@@ -48,7 +51,7 @@ class ModelRunner:
                 load_dummy_weights(self.model, seed)
             else:
                 load_weights(self.model, checkpoint, show_progress=groups.tp.rank == 0)
-            self.model.pack()
+            self.model.pack(config.quantization)
         return_freed_memory()
         self._vocab_shard = VocabShard(groups.tp, self.model.lm_head.first_id)
         self._kv_cache: KVCache | None = None
@@ -131,6 +134,21 @@ def resolve_dtype(requested: str, stored: str, device: str, has_bf16: bool) -> t
         logger.warning("this CPU has no bfloat16 instructions; using dtype float32 (twice the memory)")
         name = "float32"
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+
+
+def check_quantization(quantization: str, dtype: torch.dtype, device: str, *, is_first_rank: bool) -> None:
+    """Raises ValueError where it cannot run; says in the log where it runs without its kernel."""
+    if device != "cpu":
+        raise ValueError(
+            f"quantization is {quantization!r}, which runs on a CPU only for now, and the device is {device!r}; "
+            "leave quantization out, or use device='cpu'"
+        )
+    if is_first_rank and int8_kernels(dtype, device) is None:
+        logger.warning(
+            "quantization 'int8' runs on stock torch here: its kernel needs dtype bfloat16 (this is %s), a processor "
+            "with AMX_INT8 and a C++ compiler; weights take less memory, but steps may take longer than without it",
+            str(dtype).removeprefix("torch."),
+        )
 
 
 def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:

@@ -22,6 +22,8 @@ _POINTER, _INT64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, 
 _SIGNATURES: dict[str, list[type]] = {
     "linear_bf16": [_POINTER, *[_INT64] * 3, _POINTER, _INT64, _POINTER, _INT, _POINTER, _INT64],
     "pack_bf16": [_POINTER, *[_INT64] * 3, _INT, _POINTER],
+    "linear_int8": [_POINTER, *[_INT64] * 3, *[_POINTER] * 2, _INT64, _POINTER, _INT, _POINTER, _INT64],
+    "pack_int8": [_POINTER, *[_INT64] * 3, _INT, *[_POINTER] * 2],
     "paged_decode": [*[_POINTER] * 4, _INT64, *[_POINTER] * 2, *[_INT64] * 5, _FLOAT, _INT64, *[_POINTER] * 2],
     "paged_prefill_bf16": [*[_POINTER] * 4, _INT64, *[_POINTER] * 3, *[_INT64] * 5, _FLOAT, _INT64, _POINTER],
     "rms_norm": [*[_POINTER] * 3, *[_INT64] * 2, _FLOAT, _POINTER],
@@ -47,11 +49,23 @@ class PackedWeight:
     gated: bool
 
 
+@dataclass(frozen=True)
+class Int8Weight:
+    """A matrix quantized to int8 in the order of linear.cpp, with the scales of its outputs. Gated as above."""
+
+    data: torch.Tensor
+    scales: torch.Tensor
+    out_features: int
+    in_features: int
+    gated: bool
+
+
 class CPUKernels:
-    """The loaded library. has_amx: whether the linear kernel is there."""
+    """The loaded library. has_amx, has_amx_int8: whether the linear kernel of bf16, and that of int8, is there."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.has_amx = bool(library.enable_amx()) and hasattr(library, "linear_bf16")
+        self.has_amx_int8 = self.has_amx and hasattr(library, "linear_int8")
         self._functions = {}
         for name, arguments in _SIGNATURES.items():
             names = [f"{name}_{suffix}" for suffix in _SUFFIXES.values()] if name in _TYPED else [name]
@@ -80,6 +94,29 @@ class CPUKernels:
         out = x.new_empty(rows, weight.out_features)
         self._functions["linear_bf16"](
             x.data_ptr(), rows, k, x.stride(0), weight.data.data_ptr(), weight.out_features,
+            None if bias is None else bias.data_ptr(), weight.gated, out.data_ptr(), weight.out_features,
+        )  # fmt: skip
+        return out
+
+    def pack_int8(self, weight: torch.Tensor, gated: bool = False) -> Int8Weight:
+        """Quantizes, per row. weight: [out_features, in_features] bf16; gated: [2 * out_features, ...], gate first."""
+        rows, k = weight.shape
+        n = rows // 2 if gated else rows
+        strips = -(-n // 16) if gated else -(-n // 32)
+        data = huge_empty((strips * -(-k // 64) * 2048,), torch.int8)
+        scales = torch.empty(strips * 32, dtype=torch.float32)
+        self._functions["pack_int8"](
+            weight.data_ptr(), n, k, weight.stride(0), gated, data.data_ptr(), scales.data_ptr()
+        )
+        return Int8Weight(data, scales, n, k, gated)
+
+    def linear_int8(self, x: torch.Tensor, weight: Int8Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """`linear` with rows of x quantized to int8 on the way. x: [T, in_features] bf16; returns [T, out_features]."""
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        rows, k = x.shape
+        out = x.new_empty(rows, weight.out_features)
+        self._functions["linear_int8"](
+            x.data_ptr(), rows, k, x.stride(0), weight.data.data_ptr(), weight.scales.data_ptr(), weight.out_features,
             None if bias is None else bias.data_ptr(), weight.gated, out.data_ptr(), weight.out_features,
         )  # fmt: skip
         return out
