@@ -197,8 +197,7 @@ def test_weights_and_kv_cache_are_not_counted_as_beyond(tmp_path: Path, dtype: s
         assert isinstance(executor, UniprocExecutor)
         model = executor.runner.model
         floor = Floor.of_model(llm.model_config, getattr(torch, dtype).itemsize)
-        table = floor.head_weights * floor.itemsize
-        weights = floor.linear_weights * floor.itemsize + table
+        table, weights = floor.head_bytes, floor.linear_bytes + floor.head_bytes
         # Held twice where the head is packed; norms and padding are little.
         copies = 0 if hasattr(model.model.layers[0].self_attn.o_proj, "weight") else 1
         assert weights + copies * table <= memory.weight_bytes(model) < 1.01 * weights + copies * table

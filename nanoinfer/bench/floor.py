@@ -22,7 +22,9 @@ class Floor:
     products: float = 1.0  # of weights, in units of the machine's rate: AMX multiplies twice as many int8 as bf16
 
     @classmethod
-    def of_model(cls, config: ModelConfig, itemsize: int, quantization: str | None = None) -> Floor:
+    def of_model(
+        cls, config: ModelConfig, itemsize: int, quantization: str | None = None, kv_cache_dtype: str = "auto"
+    ) -> Floor:
         """itemsize: bytes of the dtype that the model runs in, of its KV cache and of weights that aren't quantized."""
         layers, hidden, head_dim = config.num_hidden_layers, config.hidden_size, config.head_dim
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -30,6 +32,8 @@ class Floor:
         per_layer = hidden * head_dim * (2 * heads + 2 * kv_heads) + 3 * hidden * config.intermediate_size
         outputs = head_dim * (heads + 2 * kv_heads) + hidden + 2 * config.intermediate_size + hidden
         head = config.vocab_size * hidden
+        # An int8 key or value has one float32 scale.
+        kv_head_bytes = head_dim + 4 if kv_cache_dtype == "int8" else head_dim * itemsize
         # int8 has one float32 scale per output.
         per_weight, per_output = (1, 4) if quantization == "int8" else (itemsize, 0)
         return cls(
@@ -38,7 +42,7 @@ class Floor:
             linear_bytes=layers * (per_weight * per_layer + per_output * outputs),
             head_bytes=per_weight * head + per_output * config.vocab_size,
             pair_flops=4 * layers * heads * head_dim,
-            kv_bytes=2 * layers * kv_heads * head_dim * itemsize,
+            kv_bytes=2 * layers * kv_heads * kv_head_bytes,
             products=2.0 if quantization == "int8" else 1.0,
         )
 

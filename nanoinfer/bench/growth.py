@@ -64,7 +64,8 @@ def measure_growth(config: EngineConfig, machine: Machine) -> dict[str, Any]:
         executor = llm.engine.executor
         assert isinstance(executor, UniprocExecutor)
         num_blocks, block_size = llm.capacity.num_blocks, llm.capacity.block_size
-        floor = Floor.of_model(llm.model_config, getattr(torch, llm.capacity.dtype).itemsize)
+        itemsize = getattr(torch, llm.capacity.dtype).itemsize
+        floor = Floor.of_model(llm.model_config, itemsize, config.quantization, config.kv_cache_dtype)
         fits = {point: point[0] * -(-point[1] // block_size) <= num_blocks for point in grid()}
         why = f"the KV pool has {num_blocks * block_size} tokens; more did not fit into the memory that is available"
         points = measure_points(executor.runner, [p for p in grid() if fits[p]], num_blocks, floor, machine)
@@ -84,7 +85,7 @@ def _pool(config: EngineConfig) -> dict[str, Any]:
     if config.device != "cpu" or config.num_kvcache_blocks is not None or config.cpu_kvcache_gib is not None:
         return {}
     itemsize = 4 if config.dtype == "float32" else 2
-    floor = Floor.of_model(ModelConfig.from_dict(QWEN3_0_6B), itemsize, config.quantization)
+    floor = Floor.of_model(ModelConfig.from_dict(QWEN3_0_6B), itemsize, config.quantization, config.kv_cache_dtype)
     weights = floor.linear_bytes + floor.head_bytes + itemsize * floor.head_weights
     room = available_memory() - weights - _SPARE_BYTES
     if room <= 0:

@@ -118,10 +118,10 @@ def _decode_seconds(kernels: ops.CPUKernels, num_seqs: int, length: int) -> floa
     lens = torch.full((num_seqs,), length, dtype=torch.int32)
     q = torch.randn(num_seqs, _HEADS, _HEAD_DIM).bfloat16()
     out, rows = torch.empty_like(q), torch.arange(num_seqs)
-    splits = max(1, 8 // (num_seqs * _KV_HEADS))
+    parts = -(-8 // num_seqs)
 
     def call(layer: int) -> None:
-        kernels.paged_decode(q, out, kv[0, layer], kv[1, layer], tables, lens, rows, _HEAD_DIM**-0.5, splits)
+        kernels.tiled_decode(q, out, (kv[0, layer], kv[1, layer]), tables, lens, rows, _HEAD_DIM**-0.5, parts)
 
     return _best_seconds(call, num_layers)
 
@@ -135,6 +135,6 @@ def _prefill_seconds(kernels: ops.CPUKernels) -> float:
     start, length = torch.tensor([0]), torch.tensor([_PREFILL_TOKENS])
 
     def call(layer: int) -> None:
-        kernels.paged_prefill(q, out, kv[layer, 0], kv[layer, 1], tables, start, length, length, _HEAD_DIM**-0.5, 1)
+        kernels.paged_prefill(q, out, (*kv[layer],), tables, start, length, length, _HEAD_DIM**-0.5, 1)
 
     return _best_seconds(call, num_layers)

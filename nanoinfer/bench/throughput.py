@@ -31,7 +31,7 @@ from nanoinfer.bench.memory import reset_peak_rss, rss_beyond
 from nanoinfer.bench.quality import measure_quality, quality_markdown
 from nanoinfer.bench.step_overhead import measure_step_overhead
 from nanoinfer.bench.workload import MAX_TOKEN_ID, PRESETS, QWEN3_0_6B, SHAPE_ONLY, Workload, open_llm
-from nanoinfer.config import DTYPES, QUANTIZATIONS, EngineConfig, ModelConfig
+from nanoinfer.config import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, EngineConfig, ModelConfig
 from nanoinfer.llm import LLM
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.step import StepStats
@@ -186,6 +186,7 @@ def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, EngineCo
     engine.add_argument("--kvcache-block-size", type=int)
     engine.add_argument("--gpu-memory-utilization", type=float)
     engine.add_argument("--cpu-kvcache-gib", type=float)
+    engine.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, help="of keys and values")
     engine.add_argument("--quantization", choices=QUANTIZATIONS, help="of the weights, when they are loaded")
     engine.add_argument("--enforce-eager", action="store_true", default=None)
     args = parser.parse_args(argv)
@@ -262,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     workload = Workload.draw(args.workload, args.num_seqs, args.seed)
     with open_llm(config) as llm:
         itemsize = getattr(torch, llm.capacity.dtype).itemsize
-        floor = Floor.of_model(llm.model_config, itemsize, config.quantization)
+        floor = Floor.of_model(llm.model_config, itemsize, config.quantization, config.kv_cache_dtype)
         report = summarize(workload, run_workload(llm, workload, args.seed), floor, machine)
         report |= about | {"kv_cache": asdict(llm.capacity)}
     show(report, as_json=args.json)

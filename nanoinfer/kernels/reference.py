@@ -88,6 +88,26 @@ def store_kv(cache: torch.Tensor, values: torch.Tensor, slot_mapping: torch.Tens
     cache[slot_mapping // block_size, :, slot_mapping % block_size] = values
 
 
+def quantize_kv(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Symmetric int8 with a scale per token and head: x = q * scale. x: [..., head_dim]; scales [...] float32."""
+    largest = x.float().abs().amax(dim=-1)
+    inverse = torch.where(largest > 1e-30, 127 / largest, 0)
+    return (x.float() * inverse.unsqueeze(-1)).round().to(torch.int8), torch.where(largest > 1e-30, largest / 127, 0)
+
+
+def tile_keys(k: torch.Tensor) -> torch.Tensor:
+    """Plain keys [blocks, num_kv_heads, block_size, head_dim] in the order of decode_tiled.cpp; same shape back."""
+    dims = 64 // k.dtype.itemsize
+    return k.unflatten(3, (-1, dims)).unflatten(2, (-1, 16)).transpose(3, 4).reshape(k.shape)
+
+
+def tile_values(v: torch.Tensor) -> torch.Tensor:
+    """Plain values [blocks, num_kv_heads, block_size, head_dim] in the order of decode_tiled.cpp; same shape back."""
+    ways = 4 // v.dtype.itemsize
+    tiles = v.unflatten(3, (-1, 16)).unflatten(2, (-1, 32 // ways, ways))  # [.., 32 tokens, group, way, 16 dims, dim]
+    return tiles.permute(0, 1, 2, 5, 3, 6, 4).reshape(v.shape)
+
+
 def paged_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,

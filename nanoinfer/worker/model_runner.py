@@ -37,8 +37,8 @@ class ModelRunner:
         checkpoint = None if config.load_format == "dummy" else open_checkpoint(model_dir)
         stored = model_config.dtype or (checkpoint.dtype() if checkpoint else "bfloat16")
         self.dtype = resolve_dtype(config.dtype, stored, self.device, cpu_has_bf16())
-        if config.quantization is not None:
-            check_quantization(config.quantization, self.dtype, self.device, is_first_rank=groups.tp.rank == 0)
+        self.kv_dtype = torch.int8 if config.kv_cache_dtype == "int8" else self.dtype
+        check_int8(config, self.dtype, self.device, is_first_rank=groups.tp.rank == 0)
         backend_class = select_backend(model_config, self.device)
         num_heads, num_kv_heads = heads_of_rank(
             model_config.num_attention_heads, model_config.num_key_value_heads, groups.tp.size
@@ -59,7 +59,9 @@ class ModelRunner:
 
     def capacity(self) -> KVCacheCapacity:
         """What this rank can offer, now that its weights are in memory."""
-        bytes_per_block = self.backend.bytes_per_block(self.model_config.num_hidden_layers, self.block_size, self.dtype)
+        bytes_per_block = self.backend.bytes_per_block(
+            self.model_config.num_hidden_layers, self.block_size, self.kv_dtype
+        )
         return KVCacheCapacity(
             num_blocks=num_cpu_blocks(self.config, bytes_per_block, available_memory()),
             block_size=self.block_size,
@@ -73,7 +75,12 @@ class ModelRunner:
     def allocate(self, limits: SchedulerConfig) -> None:
         """Allocates the pool and the rows, in the size that all ranks agreed on."""
         self._kv_cache = self.backend.allocate(
-            self.model_config.num_hidden_layers, limits.num_blocks, limits.block_size, self.dtype, self.device
+            self.model_config.num_hidden_layers,
+            limits.num_blocks,
+            limits.block_size,
+            self.dtype,
+            self.device,
+            self.kv_dtype,
         )
         self._batch = InputBatch(
             limits.max_num_seqs, limits.max_model_len, limits.block_size, self.model_config.vocab_size
@@ -136,19 +143,25 @@ def resolve_dtype(requested: str, stored: str, device: str, has_bf16: bool) -> t
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
-def check_quantization(quantization: str, dtype: torch.dtype, device: str, *, is_first_rank: bool) -> None:
-    """Raises ValueError where it cannot run; says in the log where it runs without its kernel."""
-    if device != "cpu":
-        raise ValueError(
-            f"quantization is {quantization!r}, which runs on a CPU only for now, and the device is {device!r}; "
-            "leave quantization out, or use device='cpu'"
-        )
-    if is_first_rank and int8_kernels(dtype, device) is None:
-        logger.warning(
-            "quantization 'int8' runs on stock torch here: its kernel needs dtype bfloat16 (this is %s), a processor "
-            "with AMX_INT8 and a C++ compiler; weights take less memory, but steps may take longer than without it",
-            str(dtype).removeprefix("torch."),
-        )
+def check_int8(config: EngineConfig, dtype: torch.dtype, device: str, *, is_first_rank: bool) -> None:
+    """Raises ValueError where int8 cannot run; says in the log where it runs without its kernels."""
+    for option, default in (("quantization", None), ("kv_cache_dtype", "auto")):
+        value = getattr(config, option)
+        if value == default:
+            continue
+        if device != "cpu":
+            raise ValueError(
+                f"{option} is {value!r}, which runs on a CPU only for now, and the device is {device!r}; "
+                f"leave {option} out, or use device='cpu'"
+            )
+        if is_first_rank and int8_kernels(dtype, device) is None:
+            logger.warning(
+                "%s %r runs on stock torch here: its kernel needs dtype bfloat16 (this is %s), a processor with "
+                "AMX_INT8 and a C++ compiler; it saves memory, but steps may take longer than without it",
+                option,
+                value,
+                str(dtype).removeprefix("torch."),
+            )
 
 
 def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:

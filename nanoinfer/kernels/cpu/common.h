@@ -59,7 +59,7 @@ template <> inline __m512 rounded16<bf16>(__m512 x) {
 
 #if defined(__AVX512F__)
 static inline __m512 exp512(__m512 x) {
-    x = _mm512_max_ps(x, _mm512_set1_ps(-87.0f));
+    x = _mm512_max_ps(_mm512_set1_ps(-87.0f), x);  // in this order, NaN stays NaN
     const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
     __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
     r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
@@ -90,6 +90,7 @@ static void configure_tiles(int64_t top, int64_t rest) {
         config.rows[i] = i >= 6 ? 16 : i == 2 || i == 3 || i == 5 ? (rest ? rest : 16) : top;
         config.bytes_per_row[i] = 64;
     }
+    asm volatile("" : : "r"(&config) : "memory");  // gcc does not see that all of it is read
     _tile_loadconfig(&config);
 }
 
@@ -106,6 +107,13 @@ static inline __m512 silu(__m512 x) {
     return _mm512_div_ps(x, _mm512_add_ps(e, _mm512_set1_ps(1.0f)));
 }
 #endif
+
+// While one lives, its thread takes denormals for zero: weights of a softmax get that small, and each would cost 100 ns.
+struct FlushDenormals {
+    const unsigned before = _mm_getcsr();
+    FlushDenormals() { _mm_setcsr(before | 0x8040); }
+    ~FlushDenormals() { _mm_setcsr(before); }
+};
 
 // This thread's memory for intermediate results, kept from call to call; a second call may give the same.
 template <typename T> static T *scratch(int64_t count) {
