@@ -60,7 +60,7 @@ class EngineConfig:
     step_timeout: seconds after which a step that has not come back counts as hung (with several ranks).
     load_timeout: the same for start-up, in seconds.
     enable_prefix_caching: full blocks of earlier requests are reused for equal prefixes.
-    enforce_eager: no CUDA graphs (on a GPU).
+    enforce_eager: no CUDA graphs on a GPU, and no replay of decode steps on a CPU.
     quantization: None, or "int8": linear layers and the head are quantized when they are loaded (a scale per output
         and per token, symmetric). On a CPU only; fast in bfloat16 with AMX.
     kv_cache_dtype: "auto" (the model's), or "int8": keys and values are stored in int8 with a scale per token and head

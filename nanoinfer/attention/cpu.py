@@ -31,7 +31,7 @@ _MIN_SPLIT_TOKENS = 64
 
 
 @dataclass(frozen=True)
-class _Decodes:
+class Decodes:
     """All sequences with one query, for the kernel. rows: [n] tokens of the batch; seq_lens: [n] int32."""
 
     rows: torch.Tensor
@@ -79,10 +79,10 @@ class _GatheredPrefill:
 
 
 @dataclass
-class _Plan:
+class CPUPlan:
     """What goes to the kernels, and what has to be gathered."""
 
-    decodes: _Decodes | None
+    decodes: Decodes | None
     prefills: _Prefills | None
     decode_groups: list[_DecodeGroup]
     gathered_prefills: list[_GatheredPrefill]
@@ -125,12 +125,12 @@ class CPUAttention(AttentionBackend):
         scales = huge_empty(shape, torch.float32, populate=True) if kv_dtype == torch.int8 else None
         return KVCache(huge_empty((*shape, self.head_dim), kv_dtype, populate=True), scales)
 
-    def plan(self, batch: ForwardBatch, block_size: int) -> _Plan:
+    def plan(self, batch: ForwardBatch, block_size: int) -> CPUPlan:
         query_lens = batch.query_start_loc.diff()
         seq_lens = batch.seq_lens.long()
         single = torch.nonzero(query_lens == 1).flatten()
         several = torch.nonzero(query_lens > 1).flatten()
-        plan = _Plan(None, None, [], [])
+        plan = CPUPlan(None, None, [], [])
         if len(single) and self._kernels is not None:
             plan.decodes = self._plan_decodes(single, batch)
         elif len(single):
@@ -143,13 +143,18 @@ class CPUAttention(AttentionBackend):
             ]
         return plan
 
-    def _plan_decodes(self, seqs: torch.Tensor, batch: ForwardBatch) -> _Decodes:
+    @property
+    def can_replay(self) -> bool:
+        """Whether a decode step, and the plan of one, consist of the tiled kernels' calls."""
+        return self._tiled
+
+    def _plan_decodes(self, seqs: torch.Tensor, batch: ForwardBatch) -> Decodes:
         num_items = len(seqs) * (1 if self._tiled else self.num_kv_heads)
         wanted = -(-_ITEMS_PER_THREAD * torch.get_num_threads() // num_items)
         longest = int(batch.seq_lens[seqs].max())
         splits = max(1, min(wanted, longest // _MIN_SPLIT_TOKENS))
         rows = batch.query_start_loc[seqs].long()
-        return _Decodes(rows, batch.block_tables[seqs].contiguous(), batch.seq_lens[seqs].contiguous(), splits)
+        return Decodes(rows, batch.block_tables[seqs].contiguous(), batch.seq_lens[seqs].contiguous(), splits)
 
     def _plan_prefills(
         self, seqs: torch.Tensor, query_lens: torch.Tensor, seq_lens: torch.Tensor, batch: ForwardBatch
@@ -230,8 +235,8 @@ class CPUAttention(AttentionBackend):
 
     def attend(self, q: torch.Tensor, kv: LayerKV, batch: ForwardBatch) -> torch.Tensor:
         plan = batch.plan
-        assert isinstance(plan, _Plan)
-        out = torch.empty_like(q)
+        assert isinstance(plan, CPUPlan)
+        out = torch.empty_like(q) if self._kernels is None else self._kernels.empty(tuple(q.shape), q.dtype)
         if (one := plan.decodes) is not None and self._kernels is not None:
             if self._tiled:
                 self._kernels.tiled_decode(q, out, kv, one.block_tables, one.seq_lens, one.rows, self.scale, one.splits)

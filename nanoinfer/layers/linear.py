@@ -47,6 +47,9 @@ class LinearLayer(Protocol):
 class LinearMethod:
     """Weights as the checkpoint has them, multiplied by torch. Other formats override these three."""
 
+    # Whether `apply` is one call of a compiled kernel.
+    is_packed = False
+
     def create(self, layer: LinearLayer, out_features: int, in_features: int, options: dict) -> None:
         """Gives the layer the tensors that `ShardSpec`s will fill."""
         layer.weight = nn.Parameter(torch.empty(out_features, in_features, **options), requires_grad=False)
@@ -68,6 +71,7 @@ class PackedLinearMethod(LinearMethod):
 
     def pack(self, layer: LinearLayer) -> None:
         self._packed = self._kernels.pack(layer.weight, layer.gated)
+        self.is_packed = True
         del layer.weight
 
     def apply(self, layer: LinearLayer, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -108,6 +112,7 @@ class PackedInt8LinearMethod(LinearMethod):
 
     def pack(self, layer: LinearLayer) -> None:
         self._packed = self._kernels.pack_int8(layer.weight, layer.gated)
+        self.is_packed = True
         del layer.weight
 
     def apply(self, layer: LinearLayer, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -112,6 +112,7 @@ class Decoder(nn.Module):
         options: dict,
     ) -> None:
         super().__init__()
+        self.config = config
         self.embed_tokens = VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, groups=groups, options=options
         )
@@ -123,8 +124,12 @@ class Decoder(nn.Module):
         self.rotary = RotaryEmbedding(config, options)
 
     def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> torch.Tensor:
-        rotation = self.rotary(batch.positions)
-        hidden: torch.Tensor = self.embed_tokens(batch.input_ids)
+        return self.run_layers(self.embed_tokens(batch.input_ids), self.rotary(batch.positions), batch, kv_cache)
+
+    def run_layers(
+        self, hidden: torch.Tensor, rotation: Rotation, batch: ForwardBatch, kv_cache: KVCache
+    ) -> torch.Tensor:
+        """From embeddings, [T, hidden_size], which may be overwritten; of the batch, attention's part is used alone."""
         residual: torch.Tensor | None = None
         for layer in self.layers:
             hidden, residual = layer(hidden, residual, rotation, kv_cache, batch)

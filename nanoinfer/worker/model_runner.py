@@ -14,11 +14,13 @@ from nanoinfer.attention.base import ForwardBatch, KVCache
 from nanoinfer.attention.select import BACKENDS, select_backend
 from nanoinfer.config import EngineConfig, ModelConfig, SchedulerConfig, heads_of_rank
 from nanoinfer.distributed.group import ParallelGroups
+from nanoinfer.kernels.cpu.ops import kernels_for
 from nanoinfer.layers.linear import int8_kernels
 from nanoinfer.layers.sampler import SamplingBatch, VocabShard, sample
 from nanoinfer.models.loader import load_dummy_weights, load_weights, open_checkpoint
 from nanoinfer.models.qwen3 import Qwen3ForCausalLM
 from nanoinfer.step import KVCacheCapacity, SchedulerOutput, StepResult, TokenLogprobs
+from nanoinfer.worker.decode_replay import DecodeReplay
 from nanoinfer.worker.input_batch import InputBatch
 from nanoinfer.worker.kv_cache import available_memory, num_cpu_blocks, return_freed_memory
 
@@ -55,6 +57,7 @@ class ModelRunner:
         return_freed_memory()
         self._vocab_shard = VocabShard(groups.tp, self.model.lm_head.first_id)
         self._kv_cache: KVCache | None = None
+        self._replay: DecodeReplay | None = None
         self._batch: InputBatch | None = None
 
     def capacity(self) -> KVCacheCapacity:
@@ -82,6 +85,12 @@ class ModelRunner:
             self.device,
             self.kv_dtype,
         )
+        kernels = kernels_for(self.dtype, self.device)
+        can_replay = DecodeReplay.can_run(self.model.model, self.backend, self.config.tensor_parallel_size)
+        if kernels is not None and can_replay and not self.config.enforce_eager:
+            self._replay = DecodeReplay(
+                self.model.model, kernels, self.kv_cache, limits.max_num_seqs, limits.max_model_len
+            )
         self._batch = InputBatch(
             limits.max_num_seqs, limits.max_model_len, limits.block_size, self.model_config.vocab_size
         )
@@ -113,7 +122,9 @@ class ModelRunner:
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """This rank's logits of the rows that sample; keys and values of all of the step's tokens are stored."""
-        hidden = self.model(batch, self.kv_cache)
+        hidden = self._replay(batch) if self._replay is not None else None
+        if hidden is None:
+            hidden = self.model(batch, self.kv_cache)
         return self.model.compute_logits(hidden, batch.logits_indices)
 
     def sample(self, logits: torch.Tensor, sampling: SamplingBatch) -> tuple[list[int], dict[int, TokenLogprobs]]:

@@ -11,7 +11,11 @@ import logging
 import math
 import mmap
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -22,6 +26,7 @@ logger = logging.getLogger(__name__)
 _POINTER, _INT64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _SIGNATURES: dict[str, list[type]] = {
     "linear_bf16": [_POINTER, *[_INT64] * 3, _POINTER, _INT64, _POINTER, _INT, _POINTER, _INT64],
+    "run_calls": [_POINTER, _INT64],
     "pack_bf16": [_POINTER, *[_INT64] * 3, _INT, _POINTER],
     "linear_int8": [_POINTER, *[_INT64] * 3, *[_POINTER] * 2, _INT64, _POINTER, _INT, _POINTER, _INT64],
     "pack_int8": [_POINTER, *[_INT64] * 3, _INT, *[_POINTER] * 2],
@@ -70,13 +75,52 @@ class Int8Weight:
     gated: bool
 
 
+class _Call(ctypes.Structure):
+    """As in replay.cpp."""
+
+    _fields_ = (("function", _POINTER), ("arguments", _INT64 * 18), ("number", _FLOAT))
+
+
+class Recording:
+    """Calls of kernels, to be made again with the same pointers, and the memory for what they write.
+
+    memory: [bytes] uint8, handed out in a ring: a result is overwritten when as much has been handed out after it.
+    """
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.num_bytes = 0
+        self._at = 0
+        self._calls: list[_Call] = []
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        size = -(-math.prod(shape) * dtype.itemsize // 64) * 64
+        if self._at + size > len(self.memory):
+            self._at = 0
+        result = self.memory[self._at : self._at + size].view(dtype)[: math.prod(shape)].view(shape)
+        self._at += size
+        self.num_bytes += size
+        return result
+
+    def note(self, function: Any, args: tuple[int | float | None, ...]) -> None:
+        call = _Call(ctypes.cast(function, _POINTER).value)
+        whole = [int(arg or 0) for arg in args if not isinstance(arg, float)]
+        call.arguments[: len(whole)] = whole
+        call.number = next((arg for arg in args if isinstance(arg, float)), 0.0)
+        self._calls.append(call)
+
+    def calls(self) -> ctypes.Array[_Call]:
+        return (_Call * len(self._calls))(*self._calls)
+
+
 class CPUKernels:
     """The loaded library. has_amx, has_amx_int8: whether the linear kernel of bf16, and that of int8, is there."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.has_amx = bool(library.enable_amx()) and hasattr(library, "linear_bf16")
         self.has_amx_int8 = self.has_amx and hasattr(library, "linear_int8")
-        self._functions = {}
+        self._functions: dict[str, Any] = {}
+        self._local = threading.local()
         for name, arguments in _SIGNATURES.items():
             names = [f"{name}_f32", f"{name}_bf16"] if name in _TYPED else [name]
             for full_name in names:
@@ -84,6 +128,31 @@ class CPUKernels:
                     function = getattr(library, full_name)
                     function.argtypes, function.restype = arguments, None
                     self._functions[full_name] = function
+
+    @contextmanager
+    def recording(self, recording: Recording) -> Iterator[None]:
+        """Meanwhile, calls of this thread are made and noted, and their results lie in the recording's memory."""
+        self._local.recording = recording
+        try:
+            yield
+        finally:
+            self._local.recording = None
+
+    def run(self, calls: ctypes.Array[_Call]) -> None:
+        """Makes calls that were recorded, in one go."""
+        self._functions["run_calls"](ctypes.addressof(calls), len(calls))
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """For a kernel's result; everything that a recorded call writes must come from here."""
+        recording: Recording | None = getattr(self._local, "recording", None)
+        return torch.empty(shape, dtype=dtype) if recording is None else recording.empty(shape, dtype)
+
+    def _call(self, name: str, *args: int | float | None) -> None:
+        function = self._functions[name]
+        function(*args)
+        recording: Recording | None = getattr(self._local, "recording", None)
+        if recording is not None:
+            recording.note(function, args)
 
     def supports(self, dtype: torch.dtype) -> bool:
         return dtype in (torch.float32, torch.bfloat16)
@@ -101,9 +170,9 @@ class CPUKernels:
         """x W^T + b, or silu(x gate^T) * (x up^T). x: [T, in_features] bf16; returns [T, out_features]."""
         x = x if x.stride(-1) == 1 else x.contiguous()
         rows, k = x.shape
-        out = x.new_empty(rows, weight.out_features)
-        self._functions["linear_bf16"](
-            x.data_ptr(), rows, k, x.stride(0), weight.data.data_ptr(), weight.out_features,
+        out = self.empty((rows, weight.out_features), x.dtype)
+        self._call(
+            "linear_bf16", x.data_ptr(), rows, k, x.stride(0), weight.data.data_ptr(), weight.out_features,
             None if bias is None else bias.data_ptr(), weight.gated, out.data_ptr(), weight.out_features,
         )  # fmt: skip
         return out
@@ -115,17 +184,16 @@ class CPUKernels:
         strips = -(-n // 16) if gated else -(-n // 32)
         data = huge_empty((strips * -(-k // 64) * 2048,), torch.int8)
         scales = torch.empty(strips * 32, dtype=torch.float32)
-        self._functions["pack_int8"](
-            weight.data_ptr(), n, k, weight.stride(0), gated, data.data_ptr(), scales.data_ptr()
-        )
+        self._call("pack_int8", weight.data_ptr(), n, k, weight.stride(0), gated, data.data_ptr(), scales.data_ptr())
         return Int8Weight(data, scales, n, k, gated)
 
     def linear_int8(self, x: torch.Tensor, weight: Int8Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`linear` with rows of x quantized to int8 on the way. x: [T, in_features] bf16; returns [T, out_features]."""
         x = x if x.stride(-1) == 1 else x.contiguous()
         rows, k = x.shape
-        out = x.new_empty(rows, weight.out_features)
-        self._functions["linear_int8"](
+        out = self.empty((rows, weight.out_features), x.dtype)
+        self._call(
+            "linear_int8",
             x.data_ptr(), rows, k, x.stride(0), weight.data.data_ptr(), weight.scales.data_ptr(), weight.out_features,
             None if bias is None else bias.data_ptr(), weight.gated, out.data_ptr(), weight.out_features,
         )  # fmt: skip
@@ -151,7 +219,8 @@ class CPUKernels:
         num_heads, head_dim = q.shape[1:]
         size = len(rows) * num_heads * splits * (head_dim + 2) + 16 if splits > 1 else 16
         scratch = torch.empty(size, dtype=torch.float32, device="cpu")
-        self._functions[f"paged_decode_{_SUFFIXES[q.dtype]}"](
+        self._call(
+            f"paged_decode_{_SUFFIXES[q.dtype]}",
             q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), block_tables.data_ptr(), block_tables.stride(0),
             seq_lens.data_ptr(), rows.data_ptr(), len(rows), num_heads, k_cache.shape[1], head_dim, k_cache.shape[2],
             scale, splits, scratch.data_ptr(), out.data_ptr(),
@@ -178,8 +247,9 @@ class CPUKernels:
     ) -> None:
         """`paged_decode` on AMX, for caches that `can_tile`; parts: of each context, done by several threads."""
         num_heads, head_dim = q.shape[1:]
-        memory = torch.empty(len(rows) * parts * num_heads * (head_dim + 2), dtype=torch.float32)
-        self._functions[f"tiled_decode_{_SUFFIXES[kv[0].dtype]}"](
+        memory = self.empty((len(rows) * parts * num_heads * (head_dim + 2),), torch.float32)
+        self._call(
+            f"tiled_decode_{_SUFFIXES[kv[0].dtype]}",
             q.data_ptr(), *_pointers(kv), block_tables.data_ptr(), block_tables.stride(0), seq_lens.data_ptr(),
             rows.data_ptr(), len(rows), num_heads, kv[0].shape[1], head_dim, kv[0].shape[2], scale, parts,
             memory.data_ptr(), out.data_ptr(),
@@ -204,7 +274,8 @@ class CPUKernels:
         one (sequence, KV head).
         """
         num_heads, head_dim = q.shape[1:]
-        self._functions[f"paged_prefill_{_SUFFIXES[kv[0].dtype]}"](
+        self._call(
+            f"paged_prefill_{_SUFFIXES[kv[0].dtype]}",
             q.data_ptr(), *_pointers(kv), block_tables.data_ptr(), block_tables.stride(0), starts.data_ptr(),
             query_lens.data_ptr(), seq_lens.data_ptr(), len(starts), num_heads, kv[0].shape[1], head_dim,
             kv[0].shape[2], scale, parts, out.data_ptr(),
@@ -214,8 +285,9 @@ class CPUKernels:
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
         """norm(x), or norm(residual += x). x, residual: [..., size], contiguous."""
-        out = torch.empty_like(x)
-        self._functions[f"rms_norm_{_SUFFIXES[x.dtype]}"](
+        out = self.empty(tuple(x.shape), x.dtype)
+        self._call(
+            f"rms_norm_{_SUFFIXES[x.dtype]}",
             x.data_ptr(), None if residual is None else residual.data_ptr(), weight.data_ptr(),
             x.numel() // x.shape[-1], x.shape[-1], eps, out.data_ptr(),
         )  # fmt: skip
@@ -240,8 +312,9 @@ class CPUKernels:
         """
         num_kv_heads, block_size, head_dim = kv[0].shape[1:]
         tokens, num_heads = qkv.shape[0], qkv.shape[1] - 2 * num_kv_heads
-        q = qkv.new_empty(tokens, num_heads, head_dim)
-        self._functions[f"norm_rotate_store_{'tiled_' if tiled else ''}{_SUFFIXES[kv[0].dtype]}"](
+        q = self.empty((tokens, num_heads, head_dim), qkv.dtype)
+        self._call(
+            f"norm_rotate_store_{'tiled_' if tiled else ''}{_SUFFIXES[kv[0].dtype]}",
             qkv.data_ptr(), q_weight.data_ptr(), k_weight.data_ptr(), cos.data_ptr(), sin.data_ptr(), slots.data_ptr(),
             tokens, num_heads, num_kv_heads, head_dim, block_size, eps, q.data_ptr(), *_pointers(kv),
         )  # fmt: skip
@@ -251,8 +324,13 @@ class CPUKernels:
         """Largest value, float32, and first column that has it, per row of [rows, columns]; NaN beats all."""
         best = torch.empty(len(logits), dtype=torch.float32)
         winners = torch.empty(len(logits), dtype=torch.int64)
-        self._functions[f"row_argmax_{_SUFFIXES[logits.dtype]}"](
-            logits.data_ptr(), *logits.shape, logits.stride(0), best.data_ptr(), winners.data_ptr()
+        self._call(
+            f"row_argmax_{_SUFFIXES[logits.dtype]}",
+            logits.data_ptr(),
+            *logits.shape,
+            logits.stride(0),
+            best.data_ptr(),
+            winners.data_ptr(),
         )
         return best, winners
 
@@ -261,7 +339,8 @@ class CPUKernels:
     ) -> torch.Tensor:
         """[rows, segments] float64: sums of exp((logit - best) / temperature). best, ...: [rows] float32."""
         sums = torch.empty(len(logits), -(-logits.shape[1] // segment), dtype=torch.float64)
-        self._functions[f"segment_sums_{_SUFFIXES[logits.dtype]}"](
+        self._call(
+            f"segment_sums_{_SUFFIXES[logits.dtype]}",
             logits.data_ptr(), *logits.shape, logits.stride(0), best.data_ptr(), inverse_temperature.data_ptr(),
             segment, sums.data_ptr(),
         )  # fmt: skip
