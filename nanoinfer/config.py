@@ -54,7 +54,9 @@ class EngineConfig:
     kvcache_block_size: tokens per KV block; None is the attention backend's choice.
     num_kvcache_blocks: None sizes the pool from memory.
     cpu_kvcache_gib: size of the KV pool on a CPU; None is the smaller of 4 GiB and 40 % of the available memory.
-    tensor_parallel_size: ranks that share each layer, one process each; 1 runs in this process.
+    tensor_parallel_size: ranks that share each layer.
+    distributed_executor_backend: "uni" runs the only rank in this process, "mp" runs each in a process of its own; None
+        is "uni" for one rank and "mp" for several (`AsyncLLM`: "mp" always).
     step_timeout: seconds after which a step that has not come back counts as hung (with several ranks).
     load_timeout: the same for start-up, in seconds.
     enable_prefix_caching: full blocks of earlier requests are reused for equal prefixes.
@@ -76,6 +78,7 @@ class EngineConfig:
     cpu_kvcache_gib: float | None = None
     enable_prefix_caching: bool = True
     tensor_parallel_size: int = 1
+    distributed_executor_backend: str | None = None
     step_timeout: float = 300.0
     load_timeout: float = 1800.0
     enforce_eager: bool = False
@@ -101,6 +104,16 @@ class EngineConfig:
             object.__setattr__(self, "dtype", parse_dtype(self.dtype))
         if self.device not in ("auto", "cpu", "cuda"):
             raise ValueError(f"device is {self.device!r}; allowed are 'auto', 'cpu' and 'cuda'")
+        if self.distributed_executor_backend not in (None, "uni", "mp"):
+            raise ValueError(
+                f"distributed_executor_backend is {self.distributed_executor_backend!r}; allowed are 'uni', 'mp' and "
+                "None"
+            )
+        if self.distributed_executor_backend == "uni" and self.tensor_parallel_size != 1:
+            raise ValueError(
+                f"distributed_executor_backend is 'uni', which is for one rank, and tensor_parallel_size is "
+                f"{self.tensor_parallel_size}; use 'mp', or leave it out"
+            )
         if self.load_format not in ("auto", "dummy"):
             raise ValueError(f"load_format is {self.load_format!r}; allowed are 'auto' and 'dummy'")
         _require_int("max_model_len", self.max_model_len, 2, optional=True)

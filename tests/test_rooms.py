@@ -28,7 +28,7 @@ LEVELS: list[set[str]] = [
     {"worker"},
     {"executor"},
     {"engine"},
-    {"llm"},
+    {"llm", "async_llm"},
 ]
 # Above all of these; they may use any of them.
 TOP = {"", "demo", "bench", "server", "cli", "__main__", "entrypoints"}
