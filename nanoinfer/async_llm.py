@@ -463,11 +463,12 @@ class AsyncLLM:
             elif seq.is_finished or mailbox.kind is not RequestOutputKind.FINAL_ONLY:
                 letters[mailbox.loop].append((mailbox, live.completion.new_delta()))
         self._send(letters)
-        for listener in self.stats_listeners:
+        for listener in list(self.stats_listeners):
             try:
                 listener(iteration)
             except Exception:
-                logger.exception("a listener for statistics raised")
+                logger.exception("a listener for statistics raised, and is not called any more")
+                self.stats_listeners.remove(listener)
 
     def _send(self, letters: _Letters) -> None:
         for loop, batch in letters.items():

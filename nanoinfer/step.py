@@ -6,11 +6,19 @@ what it already knows. Order of effects on a rank: `forget_all`, `dropped`, `new
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from nanoinfer.sampling_params import SamplingParams
+
+
+def token_bitmask(token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
+    """[ceil(vocab_size / 32)] int32: bit i % 32 of word i // 32 is set for each of the ids."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    bits[list(token_ids)] = 1
+    return np.packbits(bits, bitorder="little").view("<i4")
 
 
 @dataclass(frozen=True)

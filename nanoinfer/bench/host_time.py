@@ -47,12 +47,15 @@ def _step_seconds(llm: LLM, num_seqs: int) -> list[float]:
     runner = executor.runner
 
     def forward(batch: ForwardBatch) -> torch.Tensor:
-        return torch.empty(len(batch.logits_indices), 0)
+        return torch.empty(0)
+
+    def compute_logits(hidden: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        return torch.empty(len(indices), 0)
 
     def sample(logits: torch.Tensor, sampling: SamplingBatch) -> tuple[list[int], dict[int, TokenLogprobs]]:
         return [7] * len(logits), {}
 
-    runner.forward, runner.sample = forward, sample  # type: ignore[method-assign]
+    runner.forward, runner.compute_logits, runner.sample = forward, compute_logits, sample  # type: ignore[method-assign]
     seconds: list[float] = []
 
     def observe(stats: StepStats) -> None:

@@ -31,7 +31,7 @@ from nanoinfer.executor.base import Executor
 from nanoinfer.executor.multiproc import MultiprocExecutor
 from nanoinfer.executor.uniproc import UniprocExecutor
 from nanoinfer.sampling_params import Grammar, SamplingParams
-from nanoinfer.step import KVCacheCapacity, SchedulerOutput, StepResult, StepStats
+from nanoinfer.step import KVCacheCapacity, SchedulerOutput, StepResult, StepStats, token_bitmask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -175,8 +175,8 @@ class LLMEngine:
         if self._is_uncertain:
             changed = self.output_processor.restart()
             self._is_uncertain = False
-        for seq in changed:
-            if seq.grammar is not None:
+        if self._has_grammars:
+            for seq in changed:
                 self._advance_grammar(seq)
         for seq, stop in self.output_processor.process(changed):
             self.scheduler.finish(seq, FinishReason.STOP, stop)
@@ -184,7 +184,7 @@ class LLMEngine:
 
     def _advance_grammar(self, seq: sequence.Sequence) -> None:
         """After a step. What goes wrong in a grammar is its own request's business."""
-        if seq.is_finished:
+        if seq.grammar is None or seq.is_finished:
             return
         try:
             is_over = seq.advance_grammar()
@@ -202,9 +202,14 @@ class LLMEngine:
             if seq.grammar is None or seq.num_computed_tokens + num_tokens != seq.num_tokens:
                 continue
             try:
-                plan.bitmasks[seq_id] = _bitmask(seq.grammar, self.model_config.vocab_size)
+                # It has been told all tokens, unless the last step was interrupted.
+                if seq.advance_grammar():
+                    self.scheduler.finish_scheduled(seq, FinishReason.STOP)
+                else:
+                    plan.bitmasks[seq_id] = _bitmask(seq, self.model_config.vocab_size)
             except Exception as error:
-                self.scheduler.fail(seq, error)
+                seq.error = error
+                self.scheduler.finish_scheduled(seq, FinishReason.ERROR)
 
     def _observation(self, plan: SchedulerOutput, preemptions_before: int) -> Callable[[float, float], StepStats]:
         """What a plan will do, as StepStats that wait for its times. Before `update`, which moves the sequences on."""
@@ -248,10 +253,13 @@ def _make_executor(config: EngineConfig, model_config: ModelConfig, model_dir: P
     return kind(config, model_config, model_dir, seed)
 
 
-def _bitmask(grammar: Grammar, vocab_size: int) -> np.ndarray:
-    """Raises what the grammar raises, ValueError if it allows nothing."""
+def _bitmask(seq: sequence.Sequence, vocab_size: int) -> np.ndarray:
+    """What its grammar and its parameters allow. Raises what the grammar raises, ValueError if that is nothing."""
+    assert seq.grammar is not None
     mask = np.full(-(-vocab_size // 32), -1, np.int32)
-    grammar.fill_mask(mask)
+    seq.grammar.fill_mask(mask)
+    if seq.params.allowed_token_ids is not None:
+        mask &= token_bitmask(seq.params.allowed_token_ids, vocab_size)
     if vocab_size % 32:
         mask[-1] &= (1 << vocab_size % 32) - 1
     if not mask.any():

@@ -66,10 +66,9 @@ class Scheduler:
         if not seq.is_finished:
             self.finish(seq, FinishReason.ABORT)
 
-    def fail(self, seq: Sequence, error: BaseException) -> None:
+    def finish_scheduled(self, seq: Sequence, reason: FinishReason) -> None:
         """Ends a sequence of the plan that `schedule` has just made; the next `update` reports it."""
-        seq.error = error
-        self.finish(seq, FinishReason.ERROR)
+        self.finish(seq, reason)
         self._ended_in_schedule.append(seq)
 
     def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
@@ -214,7 +213,7 @@ class Scheduler:
             first, last = num_before // block_size, seq.num_computed_tokens // block_size
             if first < last:
                 self.block_manager.register(seq.token_ids, seq.prefix, seq.cache_key, seq.block_table, first, last)
-            if seq_id in result.prompt_logprobs:
+            if result.prompt_logprobs and seq_id in result.prompt_logprobs:
                 # After a preemption some are told again.
                 entries = result.prompt_logprobs[seq_id]
                 seq.prompt_logprobs += entries[len(seq.prompt_logprobs) - num_before :]

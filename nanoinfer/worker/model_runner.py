@@ -14,15 +14,17 @@ from nanoinfer.attention.base import ForwardBatch, KVCache
 from nanoinfer.attention.select import BACKENDS, select_backend
 from nanoinfer.config import EngineConfig, ModelConfig, SchedulerConfig, heads_of_rank
 from nanoinfer.distributed.group import ParallelGroups
-from nanoinfer.layers.sampler import SamplingBatch, VocabShard, sample
+from nanoinfer.layers.sampler import SamplingBatch, VocabShard, sample, token_logprobs
 from nanoinfer.models.loader import load_dummy_weights, load_weights, open_checkpoint
 from nanoinfer.models.qwen3 import Qwen3ForCausalLM
 from nanoinfer.step import KVCacheCapacity, SchedulerOutput, StepResult, TokenLogprobs
-from nanoinfer.worker.input_batch import InputBatch
+from nanoinfer.worker.input_batch import InputBatch, PromptPart
 from nanoinfer.worker.kv_cache import available_memory, num_cpu_blocks
 
 logger = logging.getLogger(__name__)
 
+# Rows whose logits are computed at once for prompt logprobs.
+_PROMPT_ROWS = 32
 _DEFAULT_BATCHED_TOKENS = {"cpu": 1024, "cuda": 8192}
 
 
@@ -84,7 +86,8 @@ class ModelRunner:
             return StepResult()
         rows, batch = self._batch.build(plan)
         batch.plan = self.backend.plan(batch, self.block_size)
-        logits = self.forward(batch)
+        hidden = self.forward(batch)
+        logits = self.compute_logits(hidden, batch.logits_indices)
         token_ids, logprobs = self.sample(logits, self._batch.sampling(rows)) if len(rows.sampled) else ([], {})
         self._batch.commit(rows, token_ids)
         result = StepResult()
@@ -92,13 +95,27 @@ class ModelRunner:
             result.token_ids[rows.seq_ids[position]] = [token_ids[i]]
             if i in logprobs:
                 result.logprobs[rows.seq_ids[position]] = [logprobs[i]]
+        for part in rows.prompts:
+            result.prompt_logprobs[part.seq_id] = self._prompt_logprobs(hidden, part)
         return result
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """This rank's logits of the rows that sample; keys and values of all of the step's tokens are stored."""
+        """Hidden states of all of the step's tokens, whose keys and values are stored."""
         assert self._kv_cache is not None
-        hidden = self.model(batch, self._kv_cache)
-        return self.model.compute_logits(hidden, batch.logits_indices)
+        return self.model(batch, self._kv_cache)
+
+    def compute_logits(self, hidden: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        """This rank's logits of some of the tokens."""
+        return self.model.compute_logits(hidden, indices)
+
+    def _prompt_logprobs(self, hidden: torch.Tensor, part: PromptPart) -> list[TokenLogprobs]:
+        """A few rows at a time: logits of a whole prompt would be gigabytes."""
+        found: list[TokenLogprobs] = []
+        chunks = zip(part.indices.split(_PROMPT_ROWS), part.token_ids.split(_PROMPT_ROWS), strict=True)
+        for indices, token_ids in chunks:
+            logits = self.compute_logits(hidden, indices)
+            found += token_logprobs(logits, token_ids, part.num_best, self._vocab_shard)
+        return found
 
     def sample(self, logits: torch.Tensor, sampling: SamplingBatch) -> tuple[list[int], dict[int, TokenLogprobs]]:
         return sample(logits, sampling, self._vocab_shard)
