@@ -59,10 +59,7 @@ class _Mailbox:
         self.request = request
         self.kind = params.output_kind
         self.loop = asyncio.get_running_loop()
-        empty = CompletionOutput()
-        if params.logprobs is not None:
-            empty = replace(empty, logprobs=[], cumulative_logprob=0.0)
-        self._empty = empty
+        self._with_logprobs = params.logprobs is not None
         # All that has come; of a stream of deltas, all that has not been read.
         self._parts = [self._fresh(index) for index in range(len(request.completions))]
         self._unread: set[int] = set()
@@ -138,8 +135,9 @@ class _Mailbox:
         return output
 
     def _fresh(self, index: int) -> CompletionOutput:
-        logprobs: list | None = None if self._empty.logprobs is None else []
-        return replace(self._empty, index=index, token_ids=[], logprobs=logprobs)
+        if self._with_logprobs:
+            return CompletionOutput(index=index, logprobs=[], cumulative_logprob=0.0)
+        return CompletionOutput(index=index)
 
 
 class RequestStream(AsyncIterator[RequestOutput]):

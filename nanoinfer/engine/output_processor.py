@@ -134,7 +134,12 @@ class Request:
     prompt: str | None
     completions: list[Completion]
     table: TokenTable | None
+    # Made once: outputs of a stream share them.
+    _prompt_token_ids: list[int] = field(init=False)
     _prompt_logprobs: list[dict[int, Logprob] | None] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._prompt_token_ids = self.seq.token_ids[: self.seq.num_prompt_tokens]
 
     @property
     def seq(self) -> Sequence:
@@ -155,7 +160,7 @@ class Request:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
-            prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens],
+            prompt_token_ids=self._prompt_token_ids,
             outputs=completions,
             finished=finished,
             num_cached_tokens=seq.num_cached_tokens or 0,

@@ -102,10 +102,10 @@ class Scheduler:
             num_tokens = min(seq.num_tokens - num_started, budget)
             if num_tokens <= 0:
                 continue  # its next token is still in flight
-            new_blocks = self._grow(seq, num_started + num_tokens)
-            if new_blocks is None:
-                continue
-            if new_blocks:
+            if num_started + num_tokens > len(seq.block_table) * self.config.block_size:
+                new_blocks = self._grow(seq, num_started + num_tokens)
+                if new_blocks is None:
+                    continue
                 plan.new_block_ids[seq.seq_id] = new_blocks
             plan.num_scheduled_tokens[seq.seq_id] = num_tokens
             seq.num_inflight_tokens += num_tokens
@@ -198,6 +198,7 @@ class Scheduler:
     def update(self, plan: SchedulerOutput, result: StepResult) -> list[Sequence]:
         """Takes in what a step computed. Returns the sequences that got tokens or ended, aborted ones aside."""
         changed, self._ended_in_schedule = self._ended_in_schedule, []
+        block_size = self.block_manager.block_size
         for seq_id, num_tokens in plan.num_scheduled_tokens.items():
             seq = self.sequences.get(seq_id)
             if seq is None:
@@ -209,7 +210,6 @@ class Scheduler:
                 if seq.num_inflight_tokens == 0:
                     self._retire(seq)
                 continue
-            block_size = self.block_manager.block_size
             first, last = num_before // block_size, seq.num_computed_tokens // block_size
             if first < last:
                 self.block_manager.register(seq.token_ids, seq.prefix, seq.cache_key, seq.block_table, first, last)
@@ -222,7 +222,7 @@ class Scheduler:
                 continue
             for i, token_id in enumerate(new_token_ids):
                 seq.token_ids.append(token_id)
-                if seq_id in result.logprobs:
+                if result.logprobs and seq_id in result.logprobs:
                     seq.logprobs.append(result.logprobs[seq_id][i])
                 seq.check_stop()
                 if seq.is_finished:
