@@ -265,6 +265,11 @@ class AsyncLLM:
         """Of prompt plus output, as start-up found it."""
         return self._engine.scheduler.config.max_model_len
 
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """What ends an output, of all sources: config.json, generation_config.json and the tokenizer."""
+        return self._engine.input_processor.eos_token_ids
+
     def get_default_sampling_params(self) -> SamplingParams:
         """Those of the checkpoint's generation_config.json."""
         return self._engine.input_processor.default_params
