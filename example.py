@@ -17,12 +17,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(demo_model_path()), help="default: the demo checkpoint")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "int8"), default="auto", help="of keys and values")
+    parser.add_argument("--quantization", choices=("int8",), help="of the weights, when they are loaded")
     parser.add_argument("--max-tokens", type=int, default=256)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
 
     params = SamplingParams(temperature=0.6, max_tokens=args.max_tokens)
-    with LLM(args.model, tensor_parallel_size=args.tensor_parallel_size) as llm:
+    with LLM(
+        args.model,
+        tensor_parallel_size=args.tensor_parallel_size,
+        quantization=args.quantization,
+        kv_cache_dtype=args.kv_cache_dtype,
+    ) as llm:
         conversations = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
         outputs = llm.chat(conversations, params)
     for prompt, output in zip(PROMPTS, outputs, strict=True):

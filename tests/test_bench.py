@@ -16,7 +16,8 @@ from nanoinfer.step import StepStats
 
 JSON_KEYS = {
     "workload", "device", "prompt_tokens", "output_tokens", "seconds", "output_tok_s", "prefill_tok_s", "decode_tok_s",
-    "batch1_tok_s", "preemptions", "read_gb_s", "gemm_tflop_s", "floor_tok_s", "fraction_of_floor", "host_ms_per_step",
+    "batch1_tok_s", "batch1_fraction_of_floor", "prefill_512_fraction", "rss_beyond_gib", "preemptions", "read_gb_s",
+    "gemm_tflop_s", "floor_tok_s", "fraction_of_floor", "host_ms_per_step",
 }  # fmt: skip
 TINY = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -71,9 +72,9 @@ def test_weights_and_kv_cache_of_qwen3_0_6b(floor: Any) -> None:
     # Per layer: q and o 1024 x 2048, k and v 1024 x 1024, three of 1024 x 3072; then 151936 x 1024.
     layer = 2 * 1024 * 2048 + 2 * 1024 * 1024 + 3 * 1024 * 3072
     assert floor.linear_weights == 28 * layer == 440_401_920
-    assert floor.itemsize * (floor.linear_weights + floor.head_weights) == 1_191_968_768
+    assert floor.linear_bytes + floor.head_bytes == 1_191_968_768
     assert floor.kv_bytes == 114_688
-    assert 2 * floor.linear_weights == 880_803_840
+    assert floor.linear_bytes == 880_803_840
     assert floor.pair_flops == 229_376
 
 
@@ -81,7 +82,21 @@ def test_floor_in_another_dtype_and_with_untied_embeddings() -> None:
     untied = ModelConfig.from_dict(bench.QWEN3_0_6B | {"tie_word_embeddings": False})
     floor = bench.Floor.of_model(untied, itemsize=4)
     assert floor.kv_bytes == 2 * 114_688
-    assert floor.itemsize * (floor.linear_weights + floor.head_weights) == 2 * 1_191_968_768
+    assert floor.linear_bytes + floor.head_bytes == 2 * 1_191_968_768
+
+
+def test_floor_of_int8_weights_reads_a_byte_each_and_a_scale_per_output(floor: Any) -> None:
+    int8 = bench.Floor.of_model(ModelConfig.from_dict(bench.QWEN3_0_6B), itemsize=2, quantization="int8")
+    # Outputs of q, k, v, o, gate, up and down.
+    outputs = 2048 + 2 * 1024 + 1024 + 2 * 3072 + 1024
+    assert int8.linear_bytes == 440_401_920 + 28 * 4 * outputs
+    assert int8.head_bytes == 151936 * (1024 + 4)
+    assert (int8.kv_bytes, int8.pair_flops) == (floor.kv_bytes, floor.pair_flops)
+    rates = bench.Machine(read_gb_s=10.0, gemm_tflop_s=1.0)
+    decode = stats(num_decode_tokens=1, num_sampled=1, num_context_tokens=100)
+    assert int8.seconds(decode, rates) == pytest.approx((597_968_384 + 100 * 114_688) / 1e10, rel=1e-12)
+    prompt = stats(num_prefill_tokens=1000, num_attention_pairs=500_500)
+    assert int8.seconds(prompt, rates) == pytest.approx((1000 * 440_401_920 + 500_500 * 229_376) / 1e12, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +172,11 @@ def test_summary_attributes_mixed_steps_to_prefill(floor: Any) -> None:
         stats(num_decode_tokens=1, num_sampled=1, num_context_tokens=60, seconds=0.25, execute_seconds=0.25),
     ]
     workload = bench.Workload("w1", [[1] * 90, [2] * 10], [4, 2])
-    run = bench.Run(seconds=4.0, batch1_seconds=2.0, output_tokens=6, steps=steps)
+    alone = [stats(num_prefill_tokens=128, num_sampled=1, num_context_tokens=128), stats(num_decode_tokens=1)]
+    whole = stats(num_prefill_tokens=1024, num_sampled=2, num_context_tokens=1024, num_attention_pairs=512 * 513)
+    run = bench.Run(
+        bench.Timed(4.0, 6, steps), bench.Timed(2.0, 64, alone), bench.Timed(8.0, 8, [whole] * 4), rss_beyond=3 * 2**28
+    )
     rates = bench.Machine(10.0, 1.0)
     summary = bench.summarize(workload, run, floor, rates)
     expected = {"prompt_tokens": 100, "output_tokens": 6, "output_tok_s": 1.5, "preemptions": 1, "mean_batch": 1.5}
@@ -166,6 +185,11 @@ def test_summary_attributes_mixed_steps_to_prefill(floor: Any) -> None:
     least = sum(floor.seconds(step, rates) for step in steps)
     assert summary["floor_tok_s"] == pytest.approx(6 / least)
     assert summary["fraction_of_floor"] == pytest.approx(least / 4.0)
+    assert summary["batch1_fraction_of_floor"] == pytest.approx(sum(floor.seconds(step, rates) for step in alone) / 2)
+    # Eight prompts of 512: 880,803,840 FLOP a token, 311,164,928 for each head, 131,328 pairs of 229,376 a prompt.
+    flops = 8 * (512 * 880_803_840 + 311_164_928 + 131_328 * 229_376)
+    assert summary["prefill_512_fraction"] == pytest.approx(flops / 1e12 / 8.0)
+    assert summary["rss_beyond_gib"] == 0.75
 
 
 @pytest.mark.parametrize(
@@ -180,12 +204,17 @@ def test_summary_attributes_mixed_steps_to_prefill(floor: Any) -> None:
         (["--num-seqs", "four"], "invalid int"),
         (["--seed", "-1"], "seed is -1"),
         (["--dtype", "int8"], "int8"),
+        (["--quantization", "int4"], "invalid choice: 'int4'"),
         (["--max-num-seqs", "0"], "max_num_seqs is 0"),
         (["--tensor-parallel-size", "0"], "tensor_parallel_size is 0"),
         (["--cpu-kvcache-gib", "-1", "--device", "cpu"], "cpu_kvcache_gib is -1"),
         (["--gpu-memory-utilization", "0.5", "--device", "cpu"], "--gpu-memory-utilization"),
         (["--load-format", "auto"], "--load-format"),
         (["--workload", "w1", "--max-model-len", "512"], "--max-model-len 512"),
+        (["--plot", "growth.svg"], "--plot"),
+        (["--growth", "--model", "somewhere"], "--model"),
+        (["--growth", "--tensor-parallel-size", "2"], "one rank"),
+        (["--growth", "--plot", "no/such/folder/growth.svg"], "no/such/folder"),
     ],
 )
 def test_wrong_and_surplus_options_are_refused(
@@ -202,21 +231,24 @@ def test_options_reach_the_engine() -> None:
     assert (args.workload, args.num_seqs, args.json) == ("w1", 3, False)
     assert (config.device, config.load_format, config.dtype, config.seed) == ("cpu", "dummy", "bfloat16", 0)
     assert (config.max_model_len, config.max_num_batched_tokens, config.enforce_eager) == (2048, 64, False)
-    _, config = bench.parse_args(["--device", "cpu", "--model", "somewhere", "--enforce-eager"])
+    assert config.quantization is None
+    _, config = bench.parse_args(
+        ["--device", "cpu", "--model", "somewhere", "--enforce-eager", "--quantization", "int8"]
+    )
     assert (config.model, config.load_format, config.enforce_eager) == ("somewhere", "auto", True)
+    assert config.quantization == "int8"
 
 
 class FakeLLM:
-    """Returns as many tokens as `produce` makes of the number asked for."""
+    """Returns as many tokens as `produce` makes of the number asked for; `cached` prompt tokens are not computed."""
 
-    def __init__(self, produce: Any, prefill_tokens: int) -> None:
-        self.engine = SimpleNamespace(on_step=None)
-        self._produce, self._prefill_tokens = produce, prefill_tokens
+    def __init__(self, produce: Any, cached: int = 0) -> None:
+        self.engine = SimpleNamespace(on_step=None, executor=None)
+        self._produce, self._cached = produce, cached
 
     def generate(self, prompts: list[list[int]], params: list[Any], use_tqdm: bool) -> list[Any]:
         assert not use_tqdm
-        if self.engine.on_step:
-            self.engine.on_step(stats(num_prefill_tokens=self._prefill_tokens))
+        self.engine.on_step(stats(num_prefill_tokens=sum(map(len, prompts)) - self._cached))
         assert all(p.ignore_eos for p in params)
         counts = [self._produce(p.max_tokens) for p in params]
         return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0] * count)]) for count in counts]
@@ -224,12 +256,15 @@ class FakeLLM:
 
 def test_missing_tokens_and_cached_prompts_are_not_measured() -> None:
     workload = bench.Workload("w1", [[1, 2, 3], [4, 5]], [4, 2])
-    run = bench.run_workload(FakeLLM(lambda n: n, prefill_tokens=5), workload, seed=0)
-    assert run.output_tokens == 6 and len(run.steps) == 1
+    run = bench.run_workload(FakeLLM(lambda n: n), workload, seed=0)
+    assert run.workload.output_tokens == 6 and len(run.workload.steps) == 1
+    assert (run.batch1.output_tokens, run.batch1.steps) == (64, [stats(num_prefill_tokens=128)])
+    assert (run.prefill.output_tokens, run.prefill.steps) == (8, [stats(num_prefill_tokens=8 * 512)])
+    assert run.rss_beyond is None
     with pytest.raises(RuntimeError, match="produced"):
-        bench.run_workload(FakeLLM(lambda n: n - 1, prefill_tokens=5), workload, seed=0)
+        bench.run_workload(FakeLLM(lambda n: n - 1), workload, seed=0)
     with pytest.raises(RuntimeError, match="cache"):
-        bench.run_workload(FakeLLM(lambda n: n, prefill_tokens=4), workload, seed=0)
+        bench.run_workload(FakeLLM(lambda n: n, cached=1), workload, seed=0)
 
 
 def test_the_best_repeat_of_the_fastest_method_counts(monkeypatch: pytest.MonkeyPatch) -> None:

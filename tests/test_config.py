@@ -351,7 +351,7 @@ def test_a_cpu_s_default_budget_is_1024_tokens_and_a_pool_of_4_gib_at_most() -> 
 @pytest.mark.parametrize(
     ("name", "hint"),
     [("max_seq_len", ""), ("max_num_seq", "max_num_seqs"), ("tensor_parallel", "tensor_parallel_size"),
-     ("num_kvcache_block", "num_kvcache_blocks"), ("quantization", ""), ("Dtype", "dtype")],
+     ("num_kvcache_block", "num_kvcache_blocks"), ("quantisation", "quantization"), ("Dtype", "dtype")],
 )  # fmt: skip
 def test_an_unknown_option_is_a_type_error_that_names_it(name: str, hint: str) -> None:
     with pytest.raises(TypeError, match=rf"{name}.*{hint}"):
@@ -373,6 +373,7 @@ def test_an_unknown_option_is_a_type_error_that_names_it(name: str, hint: str) -
         {"cpu_kvcache_gib": math.inf}, {"cpu_kvcache_gib": "4"}, {"enable_prefix_caching": 1},
         {"enable_prefix_caching": None}, {"tensor_parallel_size": 0}, {"tensor_parallel_size": 1.0},
         {"enforce_eager": "yes"}, {"load_format": "gguf"}, {"load_format": None}, {"seed": -1}, {"seed": 1.5},
+        {"quantization": "int4"}, {"quantization": ""}, {"quantization": 8},
     ],
     ids=str,
 )  # fmt: skip

@@ -14,6 +14,8 @@ import torch
 from nanoinfer.config import ModelConfig
 from nanoinfer.kernels import reference
 
+# One layer's keys and values, as the backend keeps them; a quantized cache's scales follow.
+LayerKV = tuple[torch.Tensor, ...]
 # cos and sin of the step's positions, [num_tokens, head_dim / 2] each, in the model's dtype.
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
@@ -51,11 +53,13 @@ class KVCache:
     """The pool of keys and values of all layers of one rank.
 
     data: [2, num_layers, num_blocks, num_kv_heads, block_size, head_dim]; `layer(i)` gives that layer's (keys, values).
-    What one sequence and KV head reads of a block is contiguous.
+    What one sequence and KV head reads of a block is contiguous. scales: of a quantized cache, one for each token and
+    head, [2, num_layers, num_blocks, num_kv_heads, block_size] float32.
     """
 
-    def __init__(self, data: torch.Tensor) -> None:
+    def __init__(self, data: torch.Tensor, scales: torch.Tensor | None = None) -> None:
         self.data = data
+        self.scales = scales
 
     @property
     def num_blocks(self) -> int:
@@ -65,8 +69,9 @@ class KVCache:
     def block_size(self) -> int:
         return self.data.shape[4]
 
-    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.data[0, index], self.data[1, index]
+    def layer(self, index: int) -> LayerKV:
+        data = (self.data[0, index], self.data[1, index])
+        return data if self.scales is None else (*data, self.scales[0, index], self.scales[1, index])
 
 
 class AttentionBackend(ABC):
@@ -88,12 +93,22 @@ class AttentionBackend(ABC):
         """Why this backend can't run the model on that kind of device, or None if it can."""
 
     def bytes_per_block(self, num_layers: int, block_size: int, dtype: torch.dtype) -> int:
-        """Keys and values of all layers, in bytes."""
-        return 2 * num_layers * block_size * self.num_kv_heads * self.head_dim * dtype.itemsize
+        """Keys and values of all layers, in bytes; int8 ones with their scales."""
+        per_head = self.head_dim * dtype.itemsize + (4 if dtype == torch.int8 else 0)
+        return 2 * num_layers * block_size * self.num_kv_heads * per_head
 
-    def allocate(self, num_layers: int, num_blocks: int, block_size: int, dtype: torch.dtype, device: str) -> KVCache:
+    def allocate(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: str,
+        kv_dtype: torch.dtype | None = None,
+    ) -> KVCache:
+        """dtype: the model's; kv_dtype: what keys and values are stored in, if not that."""
         shape = (2, num_layers, num_blocks, self.num_kv_heads, block_size, self.head_dim)
-        return KVCache(torch.empty(shape, dtype=dtype, device=device))
+        return KVCache(torch.empty(shape, dtype=kv_dtype or dtype, device=device))
 
     @abstractmethod
     def plan(self, batch: ForwardBatch, block_size: int) -> object:
@@ -106,7 +121,7 @@ class AttentionBackend(ABC):
         k_norm: torch.Tensor,
         eps: float,
         rotation: Rotation,
-        kv: tuple[torch.Tensor, torch.Tensor],
+        kv: LayerKV,
         batch: ForwardBatch,
     ) -> torch.Tensor:
         """Norms and rotates queries and keys, stores keys and values, and returns the queries.
@@ -119,11 +134,9 @@ class AttentionBackend(ABC):
         return reference.apply_rotary(reference.rms_norm(q, q_norm, eps), *rotation)
 
     @abstractmethod
-    def store(
-        self, k: torch.Tensor, v: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], batch: ForwardBatch
-    ) -> None:
+    def store(self, k: torch.Tensor, v: torch.Tensor, kv: LayerKV, batch: ForwardBatch) -> None:
         """Writes this step's keys and values, [num_tokens, num_kv_heads, head_dim], to their slots."""
 
     @abstractmethod
-    def attend(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], batch: ForwardBatch) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, kv: LayerKV, batch: ForwardBatch) -> torch.Tensor:
         """Causal attention of q, [num_tokens, num_heads, head_dim], over stored keys and values; same shape back."""

@@ -1,10 +1,11 @@
 """Attention on the CPU.
 
 Sequences with one query token (decodes, and chunks of one) go to one compiled kernel, which reads keys and values from
-their blocks, each once for all query heads that share them; sequences with more query tokens go to another, on AMX,
-for bf16 only. Where a kernel cannot be had, keys are gathered and torch's `scaled_dot_product_attention` is used: for
-decodes from a rectangle, short ones padded, else sequence by sequence. Gathers go to scratch memory that is kept: with
-fresh memory each time, page faults made them seven times slower (9 against 1.3 ms for 16k tokens).
+their blocks, each once for all query heads that share them; sequences with more query tokens go to another. There are
+tiled kernels, on AMX, for bf16 and int8 caches, and a plain one for decodes in any shape. Where none can be had, keys
+are gathered and torch's `scaled_dot_product_attention` is used: for decodes from a rectangle, short ones padded, else
+sequence by sequence. Gathers go to scratch memory that is kept: with fresh memory each time, page faults made them
+seven times slower (9 against 1.3 ms for 16k tokens).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from nanoinfer.attention.base import AttentionBackend, ForwardBatch, KVCache, Rotation
+from nanoinfer.attention.base import AttentionBackend, ForwardBatch, KVCache, LayerKV, Rotation
 from nanoinfer.config import ModelConfig
 from nanoinfer.kernels import reference
 from nanoinfer.kernels.cpu.ops import MAX_GROUP, MAX_HEAD_DIM, CPUKernels, huge_empty, kernels_for
@@ -23,9 +24,10 @@ from nanoinfer.kernels.cpu.ops import MAX_GROUP, MAX_HEAD_DIM, CPUKernels, huge_
 # sequence alone is longer, and the share of them that may be padding.
 _MAX_GATHER_TOKENS = 8192
 _MAX_PADDED_RATIO = 1.25
-# The kernel's work is one (sequence, KV head); contexts are split until each thread has this many pieces to take.
+# The plain kernel's work is one (sequence, KV head), the tiled one's a sequence; contexts are split until each thread
+# has this many pieces to take.
 _ITEMS_PER_THREAD = 4
-_MIN_SPLIT_TOKENS = 256
+_MIN_SPLIT_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -93,22 +95,35 @@ class CPUAttention(AttentionBackend):
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
         super().__init__(num_heads, num_kv_heads, head_dim)
         self._kernels: CPUKernels | None = None
-        self._has_prefill_kernel = False
+        self._tiled = False
         self._scratch: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
     def rejects(cls, model_config: ModelConfig, device: str) -> str | None:
         return None if device == "cpu" else f"it runs on the CPU, not on {device!r}"
 
-    def allocate(self, num_layers: int, num_blocks: int, block_size: int, dtype: torch.dtype, device: str) -> KVCache:
+    def allocate(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: str,
+        kv_dtype: torch.dtype | None = None,
+    ) -> KVCache:
         if device != "cpu":
-            return super().allocate(num_layers, num_blocks, block_size, dtype, device)
-        # The kernel keeps a group's outputs of one head in registers and on its stack.
-        if self.num_heads // self.num_kv_heads <= MAX_GROUP and self.head_dim <= MAX_HEAD_DIM:
-            self._kernels = kernels_for(dtype, device)
-            has_amx = self._kernels is not None and self._kernels.has_amx
-            self._has_prefill_kernel = has_amx and dtype == torch.bfloat16 and self.head_dim % 32 == 0
-        return KVCache(huge_empty((2, num_layers, num_blocks, self.num_kv_heads, block_size, self.head_dim), dtype))
+            return super().allocate(num_layers, num_blocks, block_size, dtype, device, kv_dtype)
+        kv_dtype = kv_dtype or dtype
+        group = self.num_heads // self.num_kv_heads
+        kernels = kernels_for(dtype, device)
+        if kernels is not None and dtype == torch.bfloat16:
+            self._tiled = kernels.can_tile(kv_dtype, group, self.head_dim, block_size)
+        # The plain kernel keeps a group's outputs of one head on its stack.
+        if self._tiled or (group <= MAX_GROUP and self.head_dim <= MAX_HEAD_DIM and kv_dtype == dtype):
+            self._kernels = kernels
+        shape = (2, num_layers, num_blocks, self.num_kv_heads, block_size)
+        scales = huge_empty(shape, torch.float32, populate=True) if kv_dtype == torch.int8 else None
+        return KVCache(huge_empty((*shape, self.head_dim), kv_dtype, populate=True), scales)
 
     def plan(self, batch: ForwardBatch, block_size: int) -> _Plan:
         query_lens = batch.query_start_loc.diff()
@@ -120,7 +135,7 @@ class CPUAttention(AttentionBackend):
             plan.decodes = self._plan_decodes(single, batch)
         elif len(single):
             plan.decode_groups = self._plan_groups(single, seq_lens, batch, block_size)
-        if len(several) and self._has_prefill_kernel:
+        if len(several) and self._tiled:
             plan.prefills = self._plan_prefills(several, query_lens, seq_lens, batch)
         else:
             plan.gathered_prefills = [
@@ -129,7 +144,7 @@ class CPUAttention(AttentionBackend):
         return plan
 
     def _plan_decodes(self, seqs: torch.Tensor, batch: ForwardBatch) -> _Decodes:
-        num_items = len(seqs) * self.num_kv_heads
+        num_items = len(seqs) * (1 if self._tiled else self.num_kv_heads)
         wanted = -(-_ITEMS_PER_THREAD * torch.get_num_threads() // num_items)
         longest = int(batch.seq_lens[seqs].max())
         splits = max(1, min(wanted, longest // _MIN_SPLIT_TOKENS))
@@ -196,38 +211,47 @@ class CPUAttention(AttentionBackend):
         k_norm: torch.Tensor,
         eps: float,
         rotation: Rotation,
-        kv: tuple[torch.Tensor, torch.Tensor],
+        kv: LayerKV,
         batch: ForwardBatch,
     ) -> torch.Tensor:
         if self._kernels is None:
             return super().prepare(qkv, q_norm, k_norm, eps, rotation, kv, batch)
-        return self._kernels.norm_rotate_store(qkv, q_norm, k_norm, eps, *rotation, *kv, batch.slot_mapping)
+        return self._kernels.norm_rotate_store(
+            qkv, q_norm, k_norm, eps, *rotation, kv, batch.slot_mapping, tiled=self._tiled
+        )
 
-    def store(
-        self, k: torch.Tensor, v: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], batch: ForwardBatch
-    ) -> None:
-        reference.store_kv(kv[0], k, batch.slot_mapping)
-        reference.store_kv(kv[1], v, batch.slot_mapping)
+    def store(self, k: torch.Tensor, v: torch.Tensor, kv: LayerKV, batch: ForwardBatch) -> None:
+        """In the plain order: tiled caches are written by `prepare`'s kernel alone."""
+        for i, x in enumerate((k, v)):
+            if kv[i].dtype == torch.int8:
+                x, scales = reference.quantize_kv(x)
+                reference.store_kv(kv[2 + i], scales, batch.slot_mapping)
+            reference.store_kv(kv[i], x, batch.slot_mapping)
 
-    def attend(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], batch: ForwardBatch) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, kv: LayerKV, batch: ForwardBatch) -> torch.Tensor:
         plan = batch.plan
         assert isinstance(plan, _Plan)
         out = torch.empty_like(q)
         if (one := plan.decodes) is not None and self._kernels is not None:
-            self._kernels.paged_decode(q, out, *kv, one.block_tables, one.seq_lens, one.rows, self.scale, one.splits)
+            if self._tiled:
+                self._kernels.tiled_decode(q, out, kv, one.block_tables, one.seq_lens, one.rows, self.scale, one.splits)
+            else:
+                self._kernels.paged_decode(
+                    q, out, kv[0], kv[1], one.block_tables, one.seq_lens, one.rows, self.scale, one.splits
+                )
         if (many := plan.prefills) is not None and self._kernels is not None:
             self._kernels.paged_prefill(
-                q, out, *kv, many.block_tables, many.starts, many.query_lens, many.seq_lens, self.scale, many.parts
+                q, out, kv, many.block_tables, many.starts, many.query_lens, many.seq_lens, self.scale, many.parts
             )
         for group in plan.decode_groups:
-            k, v = self._gather(kv, group.slots, len(group.rows), group.max_len)
+            k, v = self._gather(kv, group.slots, len(group.rows), group.max_len, q.dtype)
             # The query heads that share a KV head stand as its queries: each key is read once for all of them.
             grouped = q[group.rows].unflatten(1, (self.num_kv_heads, -1))
             mask = None if group.mask is None else group.mask.to(q.dtype)
             result = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=self.scale)
             out[group.rows] = result.flatten(1, 2)
         for item in plan.gathered_prefills:
-            k, v = self._gather(kv, item.slots, 1, item.seq_len)
+            k, v = self._gather(kv, item.slots, 1, item.seq_len, q.dtype)
             out[item.start : item.stop] = F.scaled_dot_product_attention(
                 q[item.start : item.stop].transpose(0, 1).unsqueeze(0),
                 k,
@@ -240,16 +264,18 @@ class CPUAttention(AttentionBackend):
         return out
 
     def _gather(
-        self, kv: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor, num_seqs: int, max_len: int
+        self, kv: LayerKV, slots: torch.Tensor, num_seqs: int, max_len: int, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values at `slots`, each as [num_seqs, num_kv_heads, max_len, head_dim]."""
         if self._scratch is None or len(self._scratch[0]) < len(slots):
             size = max(len(slots), _MAX_GATHER_TOKENS * self.num_kv_heads)
             self._scratch = (kv[0].new_empty(size, self.head_dim), kv[0].new_empty(size, self.head_dim))
         gathered = []
-        for cache, scratch in zip(kv, self._scratch, strict=True):
+        for i, scratch in enumerate(self._scratch):
             out = scratch[: len(slots)]
-            torch.index_select(cache.view(-1, self.head_dim), 0, slots, out=out)
+            torch.index_select(kv[i].view(-1, self.head_dim), 0, slots, out=out)
+            if out.dtype == torch.int8:
+                out = (out * kv[2 + i].view(-1)[slots].unsqueeze(1)).to(dtype)
             gathered.append(out.view(num_seqs, self.num_kv_heads, max_len, self.head_dim))
         return gathered[0], gathered[1]
 

@@ -6,13 +6,14 @@ the keys and values, which have to be read once. Best of several passes, as for 
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from nanoinfer.bench.machine import measure_machine
+from nanoinfer.bench.machine import Machine, measure_machine
 from nanoinfer.kernels.cpu import ops
 
 _TOTAL_BYTES = 1.2e9
@@ -22,6 +23,7 @@ _LINEARS = {"qkv_proj": (1024, 4096), "o_proj": (2048, 1024), "gate_up_proj": (1
 _HEAD = (1024, 151936)
 _DECODES = {"decode 32 x 400": (32, 400), "decode 8 x 1600": (8, 1600), "decode 1 x 8192": (1, 8192)}
 _PREFILL_TOKENS = 512
+Weight = TypeVar("Weight", ops.PackedWeight, ops.Int8Weight)
 _HEADS, _KV_HEADS, _HEAD_DIM, _BLOCK_SIZE = 16, 8, 128, 32
 
 
@@ -44,11 +46,27 @@ def measure_kernels() -> dict[str, Any]:
         flops = sum(2 * rows * k * n for k, n in _LINEARS.values())
         seconds = sum(_linear_seconds(kernels, rows, k, n) for k, n in _LINEARS.values())
         report[f"linears x {rows}"] = _compute_row(flops, seconds, machine.gemm_tflop_s)
+    if kernels.has_amx_int8:
+        report |= _int8_rows(kernels, machine)
     for name, (num_seqs, length) in _DECODES.items():
         num_bytes = num_seqs * length * _KV_HEADS * _HEAD_DIM * 4
         report[name] = _memory_row(num_bytes, _decode_seconds(kernels, num_seqs, length), machine.read_gb_s)
     flops = 4 * _HEADS * _HEAD_DIM * _PREFILL_TOKENS * (_PREFILL_TOKENS + 1) // 2
     report[f"prefill {_PREFILL_TOKENS}"] = _compute_row(flops, _prefill_seconds(kernels), machine.gemm_tflop_s)
+    return report
+
+
+def _int8_rows(kernels: ops.CPUKernels, machine: Machine) -> dict[str, dict[str, float]]:
+    """The linear layers again with int8 weights: half the bytes. A GEMM fraction above 1 is int8's doubled rate."""
+    report = {}
+    for name, (k, n) in {**_LINEARS, "lm_head": _HEAD}.items():
+        for rows in (1, 32):
+            seconds = _linear_seconds(kernels, rows, k, n, int8=True)
+            report[f"int8 {name} x {rows}"] = _memory_row(k * n, seconds, machine.read_gb_s)
+    rows = 1024
+    flops = sum(2 * rows * k * n for k, n in _LINEARS.values())
+    seconds = sum(_linear_seconds(kernels, rows, k, n, int8=True) for k, n in _LINEARS.values())
+    report[f"int8 linears x {rows}"] = _compute_row(flops, seconds, machine.gemm_tflop_s)
     return report
 
 
@@ -73,14 +91,21 @@ def _best_seconds(call: Callable[[int], object], num_layers: int) -> float:
     return best
 
 
-def _linear_seconds(kernels: ops.CPUKernels, rows: int, k: int, n: int) -> float:
-    first = kernels.pack(torch.randn(n, k).bfloat16())
-    weights = [first]
-    for _ in range(int(_TOTAL_BYTES / (2 * k * n))):
-        data = ops.huge_empty(tuple(first.data.shape), torch.bfloat16)
-        weights.append(ops.PackedWeight(data.copy_(first.data), n, k, False))
-    x = torch.randn(rows, k).bfloat16()
+def _linear_seconds(kernels: ops.CPUKernels, rows: int, k: int, n: int, int8: bool = False) -> float:
+    x, weight = torch.randn(rows, k).bfloat16(), torch.randn(n, k).bfloat16()
+    if int8:
+        int8_weights = _copies(kernels.pack_int8(weight))
+        return _best_seconds(lambda layer: kernels.linear_int8(x, int8_weights[layer]), len(int8_weights))
+    weights = _copies(kernels.pack(weight))
     return _best_seconds(lambda layer: kernels.linear(x, weights[layer]), len(weights))
+
+
+def _copies(weight: Weight) -> list[Weight]:
+    copies = [weight]
+    for _ in range(int(_TOTAL_BYTES / weight.data.nbytes)):
+        data = ops.huge_empty(tuple(weight.data.shape), weight.data.dtype)
+        copies.append(dataclasses.replace(weight, data=data.copy_(weight.data)))
+    return copies
 
 
 def _decode_seconds(kernels: ops.CPUKernels, num_seqs: int, length: int) -> float:
@@ -93,10 +118,10 @@ def _decode_seconds(kernels: ops.CPUKernels, num_seqs: int, length: int) -> floa
     lens = torch.full((num_seqs,), length, dtype=torch.int32)
     q = torch.randn(num_seqs, _HEADS, _HEAD_DIM).bfloat16()
     out, rows = torch.empty_like(q), torch.arange(num_seqs)
-    splits = max(1, 8 // (num_seqs * _KV_HEADS))
+    parts = -(-8 // num_seqs)
 
     def call(layer: int) -> None:
-        kernels.paged_decode(q, out, kv[0, layer], kv[1, layer], tables, lens, rows, _HEAD_DIM**-0.5, splits)
+        kernels.tiled_decode(q, out, (kv[0, layer], kv[1, layer]), tables, lens, rows, _HEAD_DIM**-0.5, parts)
 
     return _best_seconds(call, num_layers)
 
@@ -110,6 +135,6 @@ def _prefill_seconds(kernels: ops.CPUKernels) -> float:
     start, length = torch.tensor([0]), torch.tensor([_PREFILL_TOKENS])
 
     def call(layer: int) -> None:
-        kernels.paged_prefill(q, out, kv[layer, 0], kv[layer, 1], tables, start, length, length, _HEAD_DIM**-0.5, 1)
+        kernels.paged_prefill(q, out, (*kv[layer],), tables, start, length, length, _HEAD_DIM**-0.5, 1)
 
     return _best_seconds(call, num_layers)

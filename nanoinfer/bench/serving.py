@@ -97,8 +97,8 @@ def measure_offline(flags: list[str], workload: Workload) -> dict[str, Any]:
     options = given(make_parser("serve")[0].parse_args(["serve", *flags]), EngineConfig)
     with LLM(**options) as llm:
         generate(llm, [warm_up_prompt()], [8], 0.6)
-        seconds, num_tokens = generate(llm, workload.prompts, workload.output_lens, 0.6)
-    return {"offline_seconds": seconds, "offline_tok_s": num_tokens / seconds}
+        timed = generate(llm, workload.prompts, workload.output_lens, 0.6)
+    return {"offline_seconds": timed.seconds, "offline_tok_s": timed.output_tokens / timed.seconds}
 
 
 def warm_up_prompt() -> list[int]:

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import random
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
+
+from nanoinfer.config import EngineConfig
+from nanoinfer.llm import LLM
 
 QWEN3_0_6B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "torch_dtype": "bfloat16", "attention_bias": False,
@@ -14,6 +22,8 @@ QWEN3_0_6B: dict[str, Any] = {
     "tie_word_embeddings": True, "vocab_size": 151936, "bos_token_id": 151643, "eos_token_id": 151645,
 }  # fmt: skip
 MAX_TOKEN_ID = 10000
+# The model of an `EngineConfig` that stands for random weights of that shape.
+SHAPE_ONLY = "Qwen3-0.6B, shape only"
 
 
 @dataclass(frozen=True)
@@ -46,3 +56,13 @@ class Workload:
             [rng.randint(0, MAX_TOKEN_ID) for _ in range(rng.randint(*preset.input_range))] for _ in range(num_seqs)
         ]
         return cls(name, prompts, [rng.randint(*preset.output_range) for _ in prompts])
+
+
+@contextmanager
+def open_llm(config: EngineConfig, **options: Any) -> Iterator[LLM]:
+    """An engine under `config`, with `options` in place of some of it; without a model there, QWEN3_0_6B's shape."""
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory, "config.json").write_text(json.dumps(QWEN3_0_6B))
+        settings = asdict(config) | options
+        with LLM(**settings | {"model": settings["model"] if settings["model"] != SHAPE_ONLY else directory}) as llm:
+            yield llm

@@ -22,11 +22,11 @@ THINK = "<think>\n\n</think>\n\n"
 Answer = Callable[[list[str]], list[str]]
 
 
-def engine_answers(model: Path, think: bool, temperature: float) -> Answer:
+def engine_answers(model: Path, think: bool, temperature: float, quantization: str | None) -> Answer:
     """Answer through nanoinfer's own engine."""
     from nanoinfer import LLM, SamplingParams
 
-    llm = LLM(str(model))
+    llm = LLM(str(model), quantization=quantization)
     params = SamplingParams(temperature=temperature, max_tokens=MAX_TOKENS)
 
     def answer(prompts: list[str]) -> list[str]:
@@ -101,6 +101,7 @@ def main() -> None:
     parser.add_argument("--families", nargs="*", help="only these families")
     parser.add_argument("--transformers", action="store_true", help="use transformers instead of nanoinfer's engine")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="for --transformers")
+    parser.add_argument("--quantization", choices=("int8",), help="for nanoinfer's engine")
     parser.add_argument("--open", action="store_true", help="prompts without a think block; the model writes it")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--show", type=int, default=0, help="wrong answers to print per family")
@@ -108,7 +109,7 @@ def main() -> None:
     if args.transformers:
         answer = transformers_answers(args.model, args.open, args.temperature, args.dtype)
     else:
-        answer = engine_answers(args.model, args.open, args.temperature)
+        answer = engine_answers(args.model, args.open, args.temperature, args.quantization)
     for question, text in zip(fixed_questions(), answer(list(FIXED_PROMPTS)), strict=True):
         print(f"{'right' if is_right(question, text) else 'WRONG'}: {question.prompt!r} -> {text!r}")
     questions = held_out_set(args.per_family)

@@ -6,6 +6,7 @@ float32 as transformers does, so that both round alike.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -33,6 +34,47 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Symmetric int8 per row: x is about q * scale. x: [rows, size]; returns q, int8, and scale, [rows, 1] float32.
+
+    scale is the row's largest magnitude / 127. A row of zeros gives zeros, and one with a NaN the scale NaN.
+    """
+    wide = x.float()
+    largest = wide.abs().amax(dim=-1, keepdim=True).clamp(min=1e-30)
+    # Not `127.0 / largest`, which torch computes as a reciprocal times 127: rounded twice.
+    inverse = torch.full_like(largest, 127.0) / largest
+    return (wide * inverse).round().to(torch.int8), largest / 127.0
+
+
+def linear_int8(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False
+) -> torch.Tensor:
+    """x W^T + b with rows of x and of W in int8 (`quantize_rows`), products in int32, the rest in float32.
+
+    x: [T, in_features], quantized here. weight: [out_features, in_features] int8, scales: [out_features] float32.
+    gated: SiLU-and-mul of that, before it is rounded to x's type.
+    """
+    q, x_scales = quantize_rows(x)
+    y = _int_product(q, weight) * x_scales * scales
+    y = y if bias is None else y + bias.float()
+    return (silu_and_mul(y) if gated else y).to(x.dtype)
+
+
+def _int_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x W^T of int8 matrices, as float32."""
+    # torch gets a single column wrong (2.13).
+    if x.shape[1] > 1 and _int_mm_is_exact():
+        return torch._int_mm(x, weight.t()).float()
+    return F.linear(x.float(), weight.float())
+
+
+@functools.cache
+def _int_mm_is_exact() -> bool:
+    """Without VNNI instructions, int8 products may be summed in saturating int16."""
+    extreme = torch.full((16, 64), 127, dtype=torch.int8)
+    return bool((torch._int_mm(extreme, -extreme.t()) == -64 * 127 * 127).all())
+
+
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotary embedding (Su et al., 2021), half-split. x: [T, num_heads, head_dim], cos and sin: [T, head_dim / 2]."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
@@ -44,6 +86,26 @@ def store_kv(cache: torch.Tensor, values: torch.Tensor, slot_mapping: torch.Tens
     """Writes values [T, num_kv_heads, head_dim] to slots [T] of cache [blocks, num_kv_heads, block_size, head_dim]."""
     block_size = cache.shape[2]
     cache[slot_mapping // block_size, :, slot_mapping % block_size] = values
+
+
+def quantize_kv(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Symmetric int8 with a scale per token and head: x = q * scale. x: [..., head_dim]; scales [...] float32."""
+    largest = x.float().abs().amax(dim=-1)
+    inverse = torch.where(largest > 1e-30, 127 / largest, 0)
+    return (x.float() * inverse.unsqueeze(-1)).round().to(torch.int8), torch.where(largest > 1e-30, largest / 127, 0)
+
+
+def tile_keys(k: torch.Tensor) -> torch.Tensor:
+    """Plain keys [blocks, num_kv_heads, block_size, head_dim] in the order of decode_tiled.cpp; same shape back."""
+    dims = 64 // k.dtype.itemsize
+    return k.unflatten(3, (-1, dims)).unflatten(2, (-1, 16)).transpose(3, 4).reshape(k.shape)
+
+
+def tile_values(v: torch.Tensor) -> torch.Tensor:
+    """Plain values [blocks, num_kv_heads, block_size, head_dim] in the order of decode_tiled.cpp; same shape back."""
+    ways = 4 // v.dtype.itemsize
+    tiles = v.unflatten(3, (-1, 16)).unflatten(2, (-1, 32 // ways, ways))  # [.., 32 tokens, group, way, 16 dims, dim]
+    return tiles.permute(0, 1, 2, 5, 3, 6, 4).reshape(v.shape)
 
 
 def paged_attention(

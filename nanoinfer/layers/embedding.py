@@ -66,10 +66,10 @@ class ParallelLMHead(_VocabParallel):
         """Uses the embedding's table, which is split the same way."""
         self.weight = embedding.weight
 
-    def pack(self) -> None:
+    def pack(self, quantization: str | None = None) -> None:
         """Once, when the weights are loaded. A tied table may then be held twice: the embedding needs it as it is."""
         # Chosen now and not before: a tied head gets its weight, and so its device, late.
-        self.method = select_linear_method(self.weight.dtype, self.weight.device.type)
+        self.method = select_linear_method(self.weight.dtype, self.weight.device.type, quantization)
         self.method.pack(self)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -21,9 +21,12 @@ from torch import nn
 
 from nanoinfer.config import heads_of_rank
 from nanoinfer.distributed.group import ParallelGroups
-from nanoinfer.kernels.cpu.ops import CPUKernels, PackedWeight, kernels_for
+from nanoinfer.kernels.cpu.ops import CPUKernels, Int8Weight, PackedWeight, kernels_for
+from nanoinfer.kernels.reference import linear_int8, quantize_rows
 from nanoinfer.layers.activation import silu_and_mul
 from nanoinfer.layers.shard import ShardSpec, split
+
+_ROWS_QUANTIZED_AT_ONCE = 4096
 
 
 def divide(what: str, size: int, parts: int) -> int:
@@ -73,7 +76,57 @@ class PackedLinearMethod(LinearMethod):
         return self._kernels.linear(x, self._packed, bias)
 
 
-def select_linear_method(dtype: torch.dtype, device: str) -> LinearMethod:
+class Int8LinearMethod(LinearMethod):
+    """The weights, once they are loaded, in symmetric int8 with a scale per output; activations with one per token.
+
+    As W8A8 in vLLM, but quantized here and not in the checkpoint. A rank quantizes its own part: in a row-parallel
+    layer, whose ranks share out the inputs, an output or a token has a scale per rank, and the ranks' sums, in full
+    precision, are added. So the results of different tensor parallel sizes differ by quantization's own error.
+    """
+
+    def __init__(self) -> None:
+        self._quantized: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def pack(self, layer: LinearLayer) -> None:
+        # In pieces, so that there is no float32 copy of a whole matrix, such as the head.
+        pieces = [quantize_rows(piece) for piece in layer.weight.split(_ROWS_QUANTIZED_AT_ONCE)]
+        self._quantized = torch.cat([q for q, _ in pieces]), torch.cat([scales for _, scales in pieces]).flatten()
+        del layer.weight
+
+    def apply(self, layer: LinearLayer, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if self._quantized is None:
+            return super().apply(layer, x, bias)
+        return linear_int8(x, *self._quantized, bias, layer.gated)
+
+
+class PackedInt8LinearMethod(LinearMethod):
+    """The same on a CPU with AMX, from bf16, in the kernel's order: half the bytes of `PackedLinearMethod`."""
+
+    def __init__(self, kernels: CPUKernels) -> None:
+        self._kernels = kernels
+        self._packed: Int8Weight | None = None
+
+    def pack(self, layer: LinearLayer) -> None:
+        self._packed = self._kernels.pack_int8(layer.weight, layer.gated)
+        del layer.weight
+
+    def apply(self, layer: LinearLayer, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if self._packed is None:
+            return super().apply(layer, x, bias)
+        return self._kernels.linear_int8(x, self._packed, bias)
+
+
+def int8_kernels(dtype: torch.dtype, device: str) -> CPUKernels | None:
+    """The kernels, if they multiply int8 weights with activations of that dtype there."""
+    kernels = kernels_for(dtype, device)
+    return kernels if kernels is not None and kernels.has_amx_int8 and dtype == torch.bfloat16 else None
+
+
+def select_linear_method(dtype: torch.dtype, device: str, quantization: str | None = None) -> LinearMethod:
+    """quantization: of `EngineConfig`; what a checkpoint's weights become when they are packed."""
+    if quantization == "int8":
+        kernels = int8_kernels(dtype, device)
+        return Int8LinearMethod() if kernels is None else PackedInt8LinearMethod(kernels)
     kernels = kernels_for(dtype, device)
     if kernels is not None and kernels.has_amx and dtype == torch.bfloat16:
         return PackedLinearMethod(kernels)
@@ -99,7 +152,10 @@ class ParallelLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.method.apply(self, x, self.bias)
 
-    def pack(self) -> None:
+    def pack(self, quantization: str | None = None) -> None:
+        """Once, when the weights are loaded as the checkpoint has them, whatever they become."""
+        if quantization is not None:
+            self.method = select_linear_method(self.weight.dtype, self.weight.device.type, quantization)
         self.method.pack(self)
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -65,8 +65,8 @@ class Qwen3ForCausalLM(nn.Module):
         if not self.config.tie_word_embeddings:
             yield from self.lm_head.shards("lm_head")
 
-    def pack(self) -> None:
-        """Once, when the weights are loaded: lets each linear layer and the head rearrange its own."""
+    def pack(self, quantization: str | None = None) -> None:
+        """Once, when the weights are loaded: lets each linear layer and the head rearrange or quantize its own."""
         for module in self.modules():
             if isinstance(module, (ParallelLinear, ParallelLMHead)):
-                module.pack()
+                module.pack(quantization)

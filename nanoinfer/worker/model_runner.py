@@ -14,12 +14,13 @@ from nanoinfer.attention.base import ForwardBatch, KVCache
 from nanoinfer.attention.select import BACKENDS, select_backend
 from nanoinfer.config import EngineConfig, ModelConfig, SchedulerConfig, heads_of_rank
 from nanoinfer.distributed.group import ParallelGroups
+from nanoinfer.layers.linear import int8_kernels
 from nanoinfer.layers.sampler import SamplingBatch, VocabShard, sample, token_logprobs
 from nanoinfer.models.loader import load_dummy_weights, load_weights, open_checkpoint
 from nanoinfer.models.qwen3 import Qwen3ForCausalLM
 from nanoinfer.step import KVCacheCapacity, SchedulerOutput, StepResult, TokenLogprobs
 from nanoinfer.worker.input_batch import InputBatch, PromptPart
-from nanoinfer.worker.kv_cache import available_memory, num_cpu_blocks
+from nanoinfer.worker.kv_cache import available_memory, num_cpu_blocks, return_freed_memory
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ class ModelRunner:
         checkpoint = None if config.load_format == "dummy" else open_checkpoint(model_dir)
         stored = model_config.dtype or (checkpoint.dtype() if checkpoint else "bfloat16")
         self.dtype = resolve_dtype(config.dtype, stored, self.device, cpu_has_bf16())
+        self.kv_dtype = torch.int8 if config.kv_cache_dtype == "int8" else self.dtype
+        check_int8(config, self.dtype, self.device, is_first_rank=groups.tp.rank == 0)
         backend_class = select_backend(model_config, self.device)
         num_heads, num_kv_heads = heads_of_rank(
             model_config.num_attention_heads, model_config.num_key_value_heads, groups.tp.size
@@ -50,14 +53,17 @@ class ModelRunner:
                 load_dummy_weights(self.model, seed)
             else:
                 load_weights(self.model, checkpoint, show_progress=groups.tp.rank == 0)
-            self.model.pack()
+            self.model.pack(config.quantization)
+        return_freed_memory()
         self._vocab_shard = VocabShard(groups.tp, self.model.lm_head.first_id)
         self._kv_cache: KVCache | None = None
         self._batch: InputBatch | None = None
 
     def capacity(self) -> KVCacheCapacity:
         """What this rank can offer, now that its weights are in memory."""
-        bytes_per_block = self.backend.bytes_per_block(self.model_config.num_hidden_layers, self.block_size, self.dtype)
+        bytes_per_block = self.backend.bytes_per_block(
+            self.model_config.num_hidden_layers, self.block_size, self.kv_dtype
+        )
         return KVCacheCapacity(
             num_blocks=num_cpu_blocks(self.config, bytes_per_block, available_memory()),
             block_size=self.block_size,
@@ -71,11 +77,22 @@ class ModelRunner:
     def allocate(self, limits: SchedulerConfig) -> None:
         """Allocates the pool and the rows, in the size that all ranks agreed on."""
         self._kv_cache = self.backend.allocate(
-            self.model_config.num_hidden_layers, limits.num_blocks, limits.block_size, self.dtype, self.device
+            self.model_config.num_hidden_layers,
+            limits.num_blocks,
+            limits.block_size,
+            self.dtype,
+            self.device,
+            self.kv_dtype,
         )
         self._batch = InputBatch(
             limits.max_num_seqs, limits.max_model_len, limits.block_size, self.model_config.vocab_size
         )
+
+    @property
+    def kv_cache(self) -> KVCache:
+        """The pool of keys and values; there once `allocate` has run."""
+        assert self._kv_cache is not None, "kv_cache before allocate"
+        return self._kv_cache
 
     @torch.inference_mode()
     def step(self, plan: SchedulerOutput) -> StepResult:
@@ -101,8 +118,7 @@ class ModelRunner:
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states of all of the step's tokens, whose keys and values are stored."""
-        assert self._kv_cache is not None
-        return self.model(batch, self._kv_cache)
+        return self.model(batch, self.kv_cache)
 
     def compute_logits(self, hidden: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         """This rank's logits of some of the tokens."""
@@ -142,6 +158,27 @@ def resolve_dtype(requested: str, stored: str, device: str, has_bf16: bool) -> t
         logger.warning("this CPU has no bfloat16 instructions; using dtype float32 (twice the memory)")
         name = "float32"
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+
+
+def check_int8(config: EngineConfig, dtype: torch.dtype, device: str, *, is_first_rank: bool) -> None:
+    """Raises ValueError where int8 cannot run; says in the log where it runs without its kernels."""
+    for option, default in (("quantization", None), ("kv_cache_dtype", "auto")):
+        value = getattr(config, option)
+        if value == default:
+            continue
+        if device != "cpu":
+            raise ValueError(
+                f"{option} is {value!r}, which runs on a CPU only for now, and the device is {device!r}; "
+                f"leave {option} out, or use device='cpu'"
+            )
+        if is_first_rank and int8_kernels(dtype, device) is None:
+            logger.warning(
+                "%s %r runs on stock torch here: its kernel needs dtype bfloat16 (this is %s), a processor with "
+                "AMX_INT8 and a C++ compiler; it saves memory, but steps may take longer than without it",
+                option,
+                value,
+                str(dtype).removeprefix("torch."),
+            )
 
 
 def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:

@@ -59,7 +59,7 @@ template <> inline __m512 rounded16<bf16>(__m512 x) {
 
 #if defined(__AVX512F__)
 static inline __m512 exp512(__m512 x) {
-    x = _mm512_max_ps(x, _mm512_set1_ps(-87.0f));
+    x = _mm512_max_ps(_mm512_set1_ps(-87.0f), x);  // in this order, NaN stays NaN
     const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
     __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
     r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
@@ -83,9 +83,14 @@ struct TileConfig {
     uint8_t rows[16] = {0};
 };
 
-static void configure_tiles() {
+// Tiles 0 to 3 hold sums, 4 and 5 left factors, 6 and 7 right ones; 0, 1 and 4 have `top` rows, 2, 3 and 5 `rest`.
+static void configure_tiles(int64_t top, int64_t rest) {
     TileConfig config;
-    for (int i = 0; i < 8; ++i) config.rows[i] = 16, config.bytes_per_row[i] = 64;
+    for (int i = 0; i < 8; ++i) {
+        config.rows[i] = i >= 6 ? 16 : i == 2 || i == 3 || i == 5 ? (rest ? rest : 16) : top;
+        config.bytes_per_row[i] = 64;
+    }
+    asm volatile("" : : "r"(&config) : "memory");  // gcc does not see that all of it is read
     _tile_loadconfig(&config);
 }
 
@@ -102,6 +107,21 @@ static inline __m512 silu(__m512 x) {
     return _mm512_div_ps(x, _mm512_add_ps(e, _mm512_set1_ps(1.0f)));
 }
 #endif
+
+// While one lives, its thread takes denormals for zero: weights of a softmax get that small, and each would cost 100 ns.
+struct FlushDenormals {
+    const unsigned before = _mm_getcsr();
+    FlushDenormals() { _mm_setcsr(before | 0x8040); }
+    ~FlushDenormals() { _mm_setcsr(before); }
+};
+
+// This thread's memory for intermediate results, kept from call to call; a second call may give the same.
+template <typename T> static T *scratch(int64_t count) {
+    static thread_local std::vector<char> memory;
+    const size_t size = count * sizeof(T) + 64;
+    if (memory.size() < size) memory.resize(size);
+    return (T *)(((uintptr_t)memory.data() + 63) & ~(uintptr_t)63);
+}
 
 // How attention's heads share their keys and values.
 struct AttentionShape {

@@ -90,12 +90,76 @@ static void norm_and_rotate(const T *x, const T *weight, const T *cos, const T *
     }
 }
 
+// One token's key or value of one head to a cache where it lies as it is.
+template <typename T> static void store_plain(const T *x, int64_t head_dim, int64_t row, T *cache) {
+    memcpy(cache + row * head_dim, x, sizeof(T) * head_dim);
+}
+
+#ifdef WIDE
+// The orders of keys and values in decode_tiled.cpp, of which `row` is a token and head.
+template <typename T> static void store_key_tiles(const T *x, int64_t head_dim, int64_t row, T *cache) {
+    const int64_t dims = 64 / sizeof(T);
+    T *at = cache + row / 16 * 16 * head_dim + row % 16 * dims;
+    for (int64_t d = 0; d < head_dim; d += dims) _mm512_storeu_si512(at + d * 16, _mm512_loadu_si512(x + d));
+}
+static void store_value_tiles(const bf16 *x, int64_t head_dim, int64_t row, bf16 *cache) {
+    bf16 *at = cache + row / 32 * 32 * head_dim + row % 32 / 2 * 32;
+    const bool odd = row % 2;
+    for (int64_t d = 0; d < head_dim; d += 16) {
+        const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(x + d)));
+        _mm512_mask_storeu_epi16(at + d * 32, odd ? 0xaaaaaaaa : 0x55555555, odd ? _mm512_slli_epi32(wide, 16) : wide);
+    }
+}
+static void store_value_tiles(const int8_t *x, int64_t head_dim, int64_t row, int8_t *cache) {
+    int8_t *at = cache + row / 32 * 32 * head_dim + row % 32 / 4 * 64;
+    const __m128i shift = _mm_cvtsi64_si128(8 * (row % 4));
+    for (int64_t d = 0; d < head_dim; d += 16) {
+        const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(x + d)));
+        _mm512_mask_storeu_epi8(at + d * 32, 0x1111111111111111ull << row % 4, _mm512_sll_epi32(wide, shift));
+    }
+}
+
+// Symmetric int8: x = q * scale, scale = max |x| / 127; zeros and scale 0 for zeros. Returns the scale.
+static float quantize(const bf16 *x, int64_t head_dim, int8_t *q) {
+    __m512 top = _mm512_setzero_ps();
+    for (int64_t d = 0; d < head_dim; d += 16) top = _mm512_max_ps(top, _mm512_abs_ps(load16(x + d, 0xffff)));
+    const float largest = _mm512_reduce_max_ps(top), scale = largest / 127.0f;
+    const __m512 inverse = _mm512_set1_ps(largest > 1e-30f ? 127.0f / largest : 0.0f);
+    for (int64_t d = 0; d < head_dim; d += 16)
+        _mm_storeu_si128((__m128i *)(q + d), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(load16(x + d, 0xffff), inverse))));
+    return largest > 1e-30f ? scale : 0.0f;
+}
+#endif
+
+// Where a head's keys and values of one token go. row: of the cache seen as [blocks * kv_heads * block_size].
+struct PlainStore {
+    template <typename T> static void put(const T *k, const T *v, int64_t head_dim, int64_t row, T *keys, T *values, float *, float *) {
+        store_plain(k, head_dim, row, keys);
+        store_plain(v, head_dim, row, values);
+    }
+};
+#ifdef WIDE
+struct TiledStore {
+    static void put(const bf16 *k, const bf16 *v, int64_t head_dim, int64_t row, bf16 *keys, bf16 *values, float *, float *) {
+        store_key_tiles(k, head_dim, row, keys);
+        store_value_tiles(v, head_dim, row, values);
+    }
+    static void put(const bf16 *k, const bf16 *v, int64_t head_dim, int64_t row, int8_t *keys, int8_t *values, float *key_scales, float *value_scales) {
+        int8_t quantized[512];
+        key_scales[row] = quantize(k, head_dim, quantized);
+        store_key_tiles(quantized, head_dim, row, keys);
+        value_scales[row] = quantize(v, head_dim, quantized);
+        store_value_tiles(quantized, head_dim, row, values);
+    }
+};
+#endif
+
 // qkv [tokens, (num_heads + 2 num_kv_heads) * head_dim] to rotated queries q [tokens, num_heads, head_dim], and to keys
 // and values in their slots of the caches [blocks][kv_heads][block_size][head_dim].
-template <typename T>
+template <typename Store, typename T, typename C>
 static void norm_rotate_store(const T *qkv, const T *q_weight, const T *k_weight, const T *cos, const T *sin,
-                              const int64_t *slots, int64_t tokens, const AttentionShape &shape, float eps, T *q, T *k_cache,
-                              T *v_cache) {
+                              const int64_t *slots, int64_t tokens, const AttentionShape &shape, float eps, T *q, C *keys,
+                              C *values, float *key_scales, float *value_scales) {
     const int64_t heads = shape.num_heads, kv_heads = shape.num_kv_heads, dim = shape.head_dim, half = dim / 2;
 #pragma omp parallel for schedule(static) if (tokens > 1)
     for (int64_t token = 0; token < tokens; ++token) {
@@ -105,24 +169,25 @@ static void norm_rotate_store(const T *qkv, const T *q_weight, const T *k_weight
             norm_and_rotate(row + h * dim, q_weight, c, s, dim, eps, q + (token * heads + h) * dim);
         const int64_t block = slots[token] / shape.block_size, offset = slots[token] % shape.block_size;
         for (int64_t h = 0; h < kv_heads; ++h) {
-            const int64_t at = ((block * kv_heads + h) * shape.block_size + offset) * dim;
-            norm_and_rotate(row + (heads + h) * dim, k_weight, c, s, dim, eps, k_cache + at);
-            memcpy(v_cache + at, row + (heads + kv_heads + h) * dim, sizeof(T) * dim);
+            T key[512];
+            norm_and_rotate(row + (heads + h) * dim, k_weight, c, s, dim, eps, key);
+            Store::put(key, row + (heads + kv_heads + h) * dim, dim, (block * kv_heads + h) * shape.block_size + offset, keys,
+                       values, key_scales, value_scales);
         }
     }
 }
 
-extern "C" void norm_rotate_store_f32(const float *qkv, const float *q_weight, const float *k_weight, const float *cos,
-                                      const float *sin, const int64_t *slots, int64_t tokens, int64_t num_heads,
-                                      int64_t num_kv_heads, int64_t head_dim, int64_t block_size, float eps, float *q,
-                                      float *k_cache, float *v_cache) {
-    const AttentionShape shape = {num_heads, num_kv_heads, head_dim, block_size, 0.0f};
-    norm_rotate_store(qkv, q_weight, k_weight, cos, sin, slots, tokens, shape, eps, q, k_cache, v_cache);
-}
-extern "C" void norm_rotate_store_bf16(const bf16 *qkv, const bf16 *q_weight, const bf16 *k_weight, const bf16 *cos,
-                                       const bf16 *sin, const int64_t *slots, int64_t tokens, int64_t num_heads,
-                                       int64_t num_kv_heads, int64_t head_dim, int64_t block_size, float eps, bf16 *q,
-                                       bf16 *k_cache, bf16 *v_cache) {
-    const AttentionShape shape = {num_heads, num_kv_heads, head_dim, block_size, 0.0f};
-    norm_rotate_store(qkv, q_weight, k_weight, cos, sin, slots, tokens, shape, eps, q, k_cache, v_cache);
-}
+#define NORM_ROTATE_STORE(name, Store, T, C) \
+    extern "C" void name(const T *qkv, const T *q_weight, const T *k_weight, const T *cos, const T *sin, const int64_t *slots, \
+                         int64_t tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t block_size, float eps, \
+                         T *q, C *keys, C *values, float *key_scales, float *value_scales) { \
+        const AttentionShape shape = {num_heads, num_kv_heads, head_dim, block_size, 0.0f}; \
+        norm_rotate_store<Store>(qkv, q_weight, k_weight, cos, sin, slots, tokens, shape, eps, q, keys, values, key_scales, value_scales); \
+    }
+
+NORM_ROTATE_STORE(norm_rotate_store_f32, PlainStore, float, float)
+NORM_ROTATE_STORE(norm_rotate_store_bf16, PlainStore, bf16, bf16)
+#ifdef WIDE
+NORM_ROTATE_STORE(norm_rotate_store_tiled_bf16, TiledStore, bf16, bf16)
+NORM_ROTATE_STORE(norm_rotate_store_tiled_int8, TiledStore, bf16, int8_t)
+#endif

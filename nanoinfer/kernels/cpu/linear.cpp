@@ -1,159 +1,241 @@
-// Linear layers on packed bf16 weights (AMX).
+// Linear layers on packed weights (AMX), in bf16 or in int8.
+//
+// A packed weight is a row of strips, each holding 32 outputs for all inputs:
+//     bf16  [strip][input / 32][2 halves of 16 outputs][16 pairs of inputs][16 outputs][2 inputs]
+//     int8  [strip][input / 64][2 halves of 16 outputs][16 quads of inputs][16 outputs][4 inputs]
+// One piece of 16 x 16 is an AMX tile of 1 KB; a strip is read from front to back, so memory sees one stream per thread.
+//
+// In int8, both factors are symmetric, row by row: x = q * scale, scale = max |x| / 127. A row of x is quantized when it
+// is packed, a row of the weight (an output) once, at load: y = (q W^T) * scale of the row * scale of the output. Scales of
+// the outputs: [strip][32] float32. Padding is zero in the weight alone: what stands opposite may be any integer.
 
 #include "common.h"
 
 #include <sys/syscall.h>
 #include <unistd.h>
 
-// Linear layers. A packed weight is a row of strips, each holding 32 outputs for all inputs:
-//     [strip][input / 32][2 halves of 16 outputs][16 pairs of inputs][16 outputs][2 inputs]
-// One [16][16][2] piece is an AMX tile; a strip is read from front to back, so memory sees one stream per thread.
+#if defined(HAVE_AMX) && defined(__AMX_INT8__)
+// Bytes of packed activations that stay in a core's L2 cache while strips go by.
+static const int64_t PACKED_BYTES = 1 << 20;
+// Threads share rows rather than strips from so many rows a thread on: with fewer, each would read weights for too little.
+static const int64_t ROWS_PER_THREAD = 128;
+// Bytes by which the weights of few rows are fetched ahead.
+static const int64_t AHEAD = 2048;
+static const int64_t TILE_BYTES = 1024;
 
+template <typename T> struct Linear {
+    const T *packed;
+    const float *scales;  // of the outputs; int8 only
+    const bf16 *bias;
+    int64_t k_tiles, n, strips;
+    bool gated;
+    bf16 *out;
+    int64_t out_stride;
+};
 
-#ifdef HAVE_AMX
-// Rows of activations that are multiplied in one go: their packed form stays in the L2 cache while strips go by.
-static const int64_t ROWS_AT_ONCE = 256;
-// With many rows, so many input tiles at a time: then both factors of a product come from the L1 cache (16 KB each).
-static const int64_t K_TILES_AT_ONCE = 8;
-// Distance at which the weights of few rows are fetched ahead, which are read once, at the speed of memory.
-static const int64_t AHEAD = 4096;
+// Sums of up to 32 rows by one strip, [2][2 halves][16 rows][16], float32 or int32, and where they go.
+struct Block {
+    alignas(64) float sums[1024];
+    int64_t row, rows, strip;
+    const float *row_scales;  // int8 only
+};
 
-// x [rows, k] to tiles [rows / 16][k / 32][16][32], zero-padded.
-static void pack_rows(const bf16 *x, int64_t rows, int64_t k, int64_t row_stride, int64_t tile_row, bf16 *packed) {
-    const int64_t k_tiles = (k + 31) / 32;
-    bf16 *out = packed + tile_row * k_tiles * 512;
-    for (int64_t kt = 0; kt < k_tiles; ++kt)
-        for (int64_t r = 0; r < 16; ++r, out += 32) {
-            const int64_t row = tile_row * 16 + r;
-            const int64_t count = row < rows ? std::min<int64_t>(32, k - kt * 32) : 0;
-            if (count == 32) {
-                _mm512_storeu_si512(out, _mm512_loadu_si512(x + row * row_stride + kt * 32));
-            } else {
-                memset(out, 0, 64);
-                if (count > 0) memcpy(out, x + row * row_stride + kt * 32, count * 2);
-            }
+// Rows with a smaller maximum count as zero; keeps 127 / maximum finite.
+static const float TINY = 1e-30f;
+
+// One row to int8, 64 inputs at a time to out, out + stride, ...; the last ones zero-padded. Returns the scale, NaN if
+// there is a NaN: as integers, bf16 magnitudes are in order, and NaN is above infinity.
+static float quantize_row(const bf16 *x, int64_t k, int8_t *out, int64_t stride) {
+    const __m512i low = _mm512_set1_epi32(0xffff), magnitude = _mm512_set1_epi16(0x7fff);
+    const auto load = [&](int64_t i) {
+        const int64_t left = k - i;
+        return _mm512_maskz_loadu_epi16(left >= 32 ? 0xffffffff : left > 0 ? (1u << left) - 1 : 0, x + i);
+    };
+    __m512i pairs = _mm512_setzero_si512();
+    for (int64_t i = 0; i < k; i += 32) pairs = _mm512_max_epu16(pairs, _mm512_and_si512(load(i), magnitude));
+    pairs = _mm512_max_epu32(_mm512_and_si512(pairs, low), _mm512_srli_epi32(pairs, 16));
+    float largest = to_float((bf16)_mm512_reduce_max_epu32(pairs));
+    largest = largest < TINY ? TINY : largest;
+    const __m512 inverse = _mm512_set1_ps(127.0f / largest);
+    for (int64_t start = 0; start < k; start += 64, out += stride)
+        for (int64_t i = 0; i < 64; i += 32) {
+            // The first and the second of each pair are float32 as they lie there, but for 16 bits that are cleared.
+            const __m512i pair = load(start + i);
+            const __m512 first = _mm512_castsi512_ps(_mm512_slli_epi32(pair, 16));
+            const __m512 second = _mm512_castsi512_ps(_mm512_andnot_si512(low, pair));
+            const __m512i q = _mm512_mask_blend_epi16(
+                0xaaaaaaaa, _mm512_cvtps_epi32(_mm512_mul_ps(first, inverse)),
+                _mm512_slli_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(second, inverse)), 16));
+            _mm256_storeu_si256((__m256i *)(out + i), _mm512_cvtsepi16_epi8(q));
         }
+    return largest / 127.0f;
 }
 
-template <_mm_hint HINT> static inline void fetch_lines(const char *at, int64_t lines) {
-    for (int64_t line = 0; line < lines; ++line) _mm_prefetch(at + line * 64, HINT);
+// Rows [0, count) of x to tiles [k / 32][count][32], padded with zeros up to a multiple of 32 inputs. Lines of `ahead`,
+// which is wanted next, are fetched meanwhile.
+static void pack_rows(const bf16 *x, int64_t row_stride, int64_t count, int64_t k, const char *ahead, bf16 *packed, float *) {
+    for (int64_t kt = 0; kt < (k + 31) / 32; ++kt) {
+        const __mmask32 mask = k - kt * 32 >= 32 ? ~0u : (1u << (k - kt * 32)) - 1;
+        for (int64_t r = 0; r < count; ++r) {
+            _mm512_store_si512(packed + (kt * count + r) * 32, _mm512_maskz_loadu_epi16(mask, x + r * row_stride + kt * 32));
+            _mm_prefetch(ahead + (kt * count + r) * 64, _MM_HINT_T1);
+        }
+    }
 }
 
-// 16 or 32 rows (tile rows a and a1) by `k_tiles` tiles of a strip; sums [2 tile rows][2 halves][16][16] float32, which
-// are added to or started. `ahead` (or null) is what the caller will want next: lines of it are fetched meanwhile.
-template <bool TWO>
-static void multiply(const bf16 *a, const bf16 *a1, int64_t k_tiles, const bf16 *strip, const bf16 *ahead, int64_t lines,
-                     bool add, float *sums) {
-    if (add) {
-        _tile_loadd(0, sums, 64);
-        _tile_loadd(1, sums + 256, 64);
-        if (TWO) {
-            _tile_loadd(2, sums + 512, 64);
-            _tile_loadd(3, sums + 768, 64);
-        }
-    } else {
-        _tile_zero(0);
-        _tile_zero(1);
-        if (TWO) {
-            _tile_zero(2);
-            _tile_zero(3);
-        }
-    }
-    // Fetches stand between the tile operations: in one burst, they would block the loads behind them.
-    const int64_t quarter = lines / 4;
-    for (int64_t kt = 0; kt < k_tiles; ++kt) {
-        const bf16 *b = strip + kt * 1024;
-        const char *next = (const char *)ahead + kt * lines * 64;
-        fetch_lines<_MM_HINT_T1>(next, quarter);
-        _tile_loadd(6, b, 64);
-        fetch_lines<_MM_HINT_T0>((const char *)(a + (kt + 2) * 512), 16);
-        _tile_loadd(4, a + kt * 512, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        fetch_lines<_MM_HINT_T1>(next + quarter * 64, quarter);
-        _tile_loadd(7, b + 512, 64);
-        _tile_dpbf16ps(1, 4, 7);
-        fetch_lines<_MM_HINT_T1>(next + quarter * 128, quarter);
-        if (TWO) {
-            fetch_lines<_MM_HINT_T0>((const char *)(a1 + (kt + 2) * 512), 16);
-            _tile_loadd(5, a1 + kt * 512, 64);
-            _tile_dpbf16ps(2, 5, 6);
-        }
-        fetch_lines<_MM_HINT_T1>(next + quarter * 192, quarter);
-        if (TWO) _tile_dpbf16ps(3, 5, 7);
-    }
-    _tile_stored(0, sums, 64);
-    _tile_stored(1, sums + 256, 64);
-    if (TWO) {
-        _tile_stored(2, sums + 512, 64);
-        _tile_stored(3, sums + 768, 64);
+static inline void fetch_lines(const char *at, int64_t lines) {
+    for (int64_t line = 0; line < lines; ++line) _mm_prefetch(at + line * 64, _MM_HINT_T1);
+}
+
+// The same to int8, [k / 64][count][64], and each row's scale.
+static void pack_rows(const bf16 *x, int64_t row_stride, int64_t count, int64_t k, const char *ahead, int8_t *packed,
+                      float *row_scales) {
+    const int64_t k_tiles = (k + 63) / 64;
+    for (int64_t r = 0; r < count; ++r, ahead += k_tiles * 64) {
+        fetch_lines(ahead, k_tiles);
+        row_scales[r] = quantize_row(x + r * row_stride, k, packed + r * 64, count * 64);
     }
 }
 
 static inline __m512 load_bias(const bf16 *bias, int64_t column, int64_t n) {
-    const int64_t count = std::min<int64_t>(16, n - column);
-    if (!bias || count <= 0) return _mm512_setzero_ps();
-    const __mmask16 mask = count == 16 ? (__mmask16)0xffff : (__mmask16)((1u << count) - 1);
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, bias + column)), 16));
+    return bias && column < n ? load16(bias + column, lanes(n - column)) : _mm512_setzero_ps();
 }
 
-// One strip's sums of up to 32 rows to the output. Gated: the halves are gate and up of the same 16 outputs.
-static void finish(const float *sums, int64_t rows, int64_t strip, int64_t n, const bf16 *bias, bool gated, bf16 *out,
-                   int64_t out_stride) {
-    const int64_t column = strip * (gated ? 16 : 32);
-    const __m512 bias0 = load_bias(bias, column, n), bias1 = load_bias(bias, column + 16, n);
-    for (int64_t r = 0; r < rows; ++r) {
-        const float *row = sums + (r / 16) * 512 + (r % 16) * 16;
-        const __m512 first = _mm512_load_ps(row), second = _mm512_load_ps(row + 256);
-        bf16 *target = out + r * out_stride + column;
-        if (gated) {
-            store_bf16(target, _mm512_mul_ps(silu(first), second), n - column);
-        } else {
-            store_bf16(target, _mm512_add_ps(first, bias0), n - column);
-            store_bf16(target + 16, _mm512_add_ps(second, bias1), n - column - 16);
+// 16 of a row's outputs: half 0 or 1 of the strip.
+template <typename T> static inline __m512 outputs(const Block &block, int64_t r, int half, const Linear<T> &linear) {
+    const __m512 sums = _mm512_load_ps(block.sums + r / 16 * 512 + half * 256 + r % 16 * 16);
+    const __m512 bias = load_bias(linear.bias, block.strip * 32 + half * 16, linear.n);  // a gated layer has none
+    if constexpr (sizeof(T) == 2) return _mm512_add_ps(sums, bias);
+    const __m512 product = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_castps_si512(sums)), _mm512_set1_ps(block.row_scales[r]));
+    return _mm512_fmadd_ps(product, _mm512_loadu_ps(linear.scales + block.strip * 32 + half * 16), bias);
+}
+
+// One row of a block to the output. Gated: the halves are gate and up of the same 16 outputs.
+template <typename T> static inline void finish_row(const Block &block, int64_t r, const Linear<T> &linear) {
+    const __m512 first = outputs(block, r, 0, linear), second = outputs(block, r, 1, linear);
+    const int64_t column = block.strip * (linear.gated ? 16 : 32), left = linear.n - column;
+    bf16 *out = linear.out + (block.row + r) * linear.out_stride + column;
+    if (linear.gated) store16(out, _mm512_mul_ps(silu(first), second), lanes(left));
+    else _mm512_mask_storeu_epi16(out, left >= 32 ? ~0u : (1u << left) - 1, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+}
+
+#define PRODUCT(sums, rows, weights) \
+    if constexpr (sizeof(T) == 1) _tile_dpbssd(sums, rows, weights); \
+    else _tile_dpbf16ps(sums, rows, weights)
+
+// Up to 32 packed rows (`top` of them in a, `rest` in a1) by one strip. Everything that waits for memory stands between the
+// tile operations, since bursts would block the loads behind them: fetches of what is wanted next, LINES for each tile,
+// and the rows of the block before, which go to the output.
+template <bool TWO, int LINES, typename T>
+static void multiply(const T *a, int64_t top, const T *a1, int64_t rest, const char *strip, const char *ahead,
+                     const Linear<T> &linear, const Block &before, Block &block) {
+    _tile_zero(0);
+    _tile_zero(1);
+    if (TWO) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    const int64_t inputs = 64 / sizeof(T);
+    for (int64_t kt = 0; kt < linear.k_tiles; ++kt, strip += 2 * TILE_BYTES, ahead += LINES * 64) {
+        fetch_lines(ahead, LINES / 4);
+        _tile_loadd(6, strip, 64);
+        _tile_loadd(4, a + kt * top * inputs, 64);
+        PRODUCT(0, 4, 6);
+        fetch_lines(ahead + LINES / 4 * 64, LINES / 4);
+        _tile_loadd(7, strip + TILE_BYTES, 64);
+        PRODUCT(1, 4, 7);
+        fetch_lines(ahead + LINES / 2 * 64, LINES / 4);
+        if (TWO) {
+            _tile_loadd(5, a1 + kt * rest * inputs, 64);
+            PRODUCT(2, 5, 6);
         }
+        if (kt < before.rows) finish_row(before, kt, linear);
+        fetch_lines(ahead + LINES * 3 / 4 * 64, LINES / 4);
+        if (TWO) {
+            PRODUCT(3, 5, 7);
+        }
+    }
+    for (int64_t r = linear.k_tiles; r < before.rows; ++r) finish_row(before, r, linear);
+    _tile_stored(0, block.sums, 64);
+    _tile_stored(1, block.sums + 256, 64);
+    if (TWO) {
+        _tile_stored(2, block.sums + 512, 64);
+        _tile_stored(3, block.sums + 768, 64);
     }
 }
 
-extern "C" void linear_bf16(const bf16 *x, int64_t m, int64_t k, int64_t x_stride, const bf16 *packed, int64_t n,
-                            const bf16 *bias, int gated, bf16 *out, int64_t out_stride, bf16 *scratch) {
-    const int64_t k_tiles = (k + 31) / 32, strips = gated ? (n + 15) / 16 : (n + 31) / 32;
+// One thread's rows [first_row, last_row) by its strips [first, last). The rows are packed by the thread that reads them:
+// a barrier, and lines that another core has just written, would cost more than the copy.
+template <bool FEW, typename T>
+static void multiply_range(const bf16 *x, int64_t x_stride, int64_t k, const Linear<T> &linear, int64_t first_row,
+                           int64_t last_row, int64_t first, int64_t last) {
+    const int64_t inputs = 64 / sizeof(T), row_size = linear.k_tiles * inputs, strip_bytes = linear.k_tiles * 2 * TILE_BYTES;
+    const int64_t most = std::max<int64_t>(32, PACKED_BYTES / (linear.k_tiles * 64) / 32 * 32);
+    const int64_t at_once = std::min(most, (last_row - first_row + 31) / 32 * 32);
+    // A tile of fewer rows than 16 is read beyond its end.
+    char *memory = scratch<char>(at_once * linear.k_tiles * 64 + TILE_BYTES + at_once * sizeof(float));
+    T *packed = (T *)memory;
+    float *row_scales = (float *)(memory + at_once * linear.k_tiles * 64 + TILE_BYTES);
+    const char *weights = (const char *)linear.packed;
+    Block blocks[2];
+    for (int64_t start = first_row; start < last_row; start += at_once) {
+        const int64_t rows = std::min(at_once, last_row - start);
+        for (int64_t r = 0; r < rows; r += 16)
+            pack_rows(x + (start + r) * x_stride, x_stride, std::min<int64_t>(16, rows - r), k,
+                      weights + first * strip_bytes + r * linear.k_tiles * 64, packed + r * row_size, row_scales + r);
+        int turn = 0;
+        blocks[1].rows = 0;
+        for (int64_t strip = first; strip < last; ++strip)
+            for (int64_t r = 0; r < rows; r += 32, turn ^= 1) {
+                const int64_t top = std::min<int64_t>(16, rows - r), rest = std::min<int64_t>(16, rows - r - top);
+                const T *a = packed + r * row_size, *a1 = a + 16 * row_size;
+                Block &block = blocks[turn];
+                block.row = start + r, block.rows = top + rest, block.strip = strip, block.row_scales = row_scales + r;
+                const char *at = weights + strip * strip_bytes;
+                // Few rows: this strip, a little later. Many: the next strip, a part of it with every 32 rows.
+                const char *ahead = at + (FEW ? AHEAD : strip_bytes + r / 32 * linear.k_tiles * 256);
+                if (rest) multiply<true, FEW ? 32 : 4>(a, top, a1, rest, at, ahead, linear, blocks[turn ^ 1], block);
+                else multiply<false, FEW ? 32 : 4>(a, top, a, 0, at, ahead, linear, blocks[turn ^ 1], block);
+            }
+        for (int64_t r = 0; r < blocks[turn ^ 1].rows; ++r) finish_row(blocks[turn ^ 1], r, linear);
+    }
+}
+
+// x [m, k], rows x_stride apart, by all strips, in a grid of row ranges and strip ranges, one for each thread.
+template <typename T> static void multiply_all(const bf16 *x, int64_t m, int64_t k, int64_t x_stride, const Linear<T> &linear) {
+    if (m == 0) return;
 #pragma omp parallel
     {
-        configure_tiles();
-        alignas(64) float sums[ROWS_AT_ONCE / 32 * 1024];
-        for (int64_t start = 0; start < m; start += ROWS_AT_ONCE) {
-            const int64_t rows = std::min(ROWS_AT_ONCE, m - start);
-#pragma omp for schedule(static)
-            for (int64_t tile_row = 0; tile_row < (rows + 31) / 32 * 2; ++tile_row)
-                pack_rows(x + start * x_stride, rows, k, x_stride, tile_row, scratch);
-#pragma omp for schedule(static)
-            for (int64_t strip = 0; strip < strips; ++strip) {
-                const bf16 *weights = packed + strip * k_tiles * 1024;
-                const int64_t step = rows > 32 ? K_TILES_AT_ONCE : k_tiles;
-                for (int64_t kt = 0; kt < k_tiles; kt += step) {
-                    const int64_t count = std::min(step, k_tiles - kt);
-                    for (int64_t r = 0; r < rows; r += 32) {
-                        const bf16 *a = scratch + (r / 16 * k_tiles + kt) * 512, *b = weights + kt * 1024;
-                        // Few rows: the same strip, further on. Many: an eighth of the tiles that come after these.
-                        const bf16 *ahead = rows > 32 ? b + step * 1024 + r / 32 * step * 128 : b + AHEAD;
-                        const int64_t lines = rows > 32 ? 4 : 32;
-                        float *block = sums + r / 32 * 1024;
-                        if (rows - r > 16) multiply<true>(a, a + k_tiles * 512, count, b, ahead, lines, kt > 0, block);
-                        else multiply<false>(a, a, count, b, ahead, lines, kt > 0, block);
-                    }
-                }
-                for (int64_t r = 0; r < rows; r += 32)
-                    finish(sums + r / 32 * 1024, std::min<int64_t>(32, rows - r), strip, n, bias, gated,
-                           out + (start + r) * out_stride, out_stride);
-            }
-        }
+        const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+        int64_t row_parts = std::min(threads, std::max<int64_t>(1, m / ROWS_PER_THREAD));
+        while (threads % row_parts) --row_parts;
+        const int64_t strip_parts = threads / row_parts, row_part = thread / strip_parts, strip_part = thread % strip_parts;
+        const int64_t row_tiles = (m + 31) / 32;
+        const int64_t first_row = row_tiles * row_part / row_parts * 32, last_row = row_tiles * (row_part + 1) / row_parts * 32;
+        const int64_t first = linear.strips * strip_part / strip_parts, last = linear.strips * (strip_part + 1) / strip_parts;
+        configure_tiles(std::min<int64_t>(m, 16), std::max<int64_t>(0, std::min<int64_t>(m - 16, 16)));
+        (m <= 32 ? multiply_range<true, T> : multiply_range<false, T>)(x, x_stride, k, linear, first_row, std::min(m, last_row),
+                                                                       first, last);
         _tile_release();
     }
 }
 
+static int64_t num_strips(int64_t n, int gated) { return gated ? (n + 15) / 16 : (n + 31) / 32; }
+
+// out [m, n] = x W^T + bias. Gated: there are 2 n outputs and no bias, and out is silu(first half) * second half.
+extern "C" void linear_bf16(const bf16 *x, int64_t m, int64_t k, int64_t x_stride, const bf16 *packed, int64_t n,
+                            const bf16 *bias, int gated, bf16 *out, int64_t out_stride) {
+    multiply_all<bf16>(x, m, k, x_stride, {packed, nullptr, bias, (k + 31) / 32, n, num_strips(n, gated), gated != 0, out, out_stride});
+}
+
+extern "C" void linear_int8(const bf16 *x, int64_t m, int64_t k, int64_t x_stride, const int8_t *packed, const float *scales,
+                            int64_t n, const bf16 *bias, int gated, bf16 *out, int64_t out_stride) {
+    multiply_all<int8_t>(x, m, k, x_stride, {packed, scales, bias, (k + 63) / 64, n, num_strips(n, gated), gated != 0, out, out_stride});
+}
+
 // w [n, k] to strips. Gated: w is [2 n, k], gate first, and a strip takes 16 rows of each.
 extern "C" void pack_bf16(const bf16 *w, int64_t n, int64_t k, int64_t w_stride, int gated, bf16 *packed) {
-    const int64_t k_tiles = (k + 31) / 32, strips = gated ? (n + 15) / 16 : (n + 31) / 32;
+    const int64_t k_tiles = (k + 31) / 32, strips = num_strips(n, gated);
 #pragma omp parallel for schedule(static)
     for (int64_t strip = 0; strip < strips; ++strip)
         for (int64_t kt = 0; kt < k_tiles; ++kt)
@@ -168,6 +250,28 @@ extern "C" void pack_bf16(const bf16 *w, int64_t n, int64_t k, int64_t w_stride,
                     }
                 }
             }
+}
+
+// w [n, k] to strips and their scales. Gated: w is [2 n, k], gate first, and a strip takes 16 rows of each.
+extern "C" void pack_int8(const bf16 *w, int64_t n, int64_t k, int64_t w_stride, int gated, int8_t *packed, float *scales) {
+    const int64_t k_tiles = (k + 63) / 64, strips = num_strips(n, gated);
+#pragma omp parallel
+    {
+        std::vector<int32_t> quads(k_tiles * 16);
+#pragma omp for schedule(static)
+        for (int64_t strip = 0; strip < strips; ++strip)
+            for (int64_t c = 0; c < 32; ++c) {
+                const int64_t half = c / 16, column = gated ? strip * 16 + c % 16 : strip * 32 + c;
+                std::fill(quads.begin(), quads.end(), 0);
+                scales[strip * 32 + c] = 0;
+                if (column < n) {
+                    const bf16 *row = w + (gated ? column + half * n : column) * w_stride;
+                    scales[strip * 32 + c] = quantize_row(row, k, (int8_t *)quads.data(), 64);
+                }
+                int32_t *tiles = (int32_t *)packed + strip * k_tiles * 512 + half * 256 + c % 16;
+                for (int64_t quad = 0; quad < k_tiles * 16; ++quad) tiles[quad / 16 * 512 + quad % 16 * 16] = quads[quad];
+            }
+    }
 }
 #endif
 

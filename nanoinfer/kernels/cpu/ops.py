@@ -10,6 +10,7 @@ import functools
 import logging
 import math
 import mmap
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -20,22 +21,32 @@ logger = logging.getLogger(__name__)
 
 _POINTER, _INT64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _SIGNATURES: dict[str, list[type]] = {
-    "linear_bf16": [_POINTER, *[_INT64] * 3, _POINTER, _INT64, _POINTER, _INT, _POINTER, _INT64, _POINTER],
+    "linear_bf16": [_POINTER, *[_INT64] * 3, _POINTER, _INT64, _POINTER, _INT, _POINTER, _INT64],
     "pack_bf16": [_POINTER, *[_INT64] * 3, _INT, _POINTER],
+    "linear_int8": [_POINTER, *[_INT64] * 3, *[_POINTER] * 2, _INT64, _POINTER, _INT, _POINTER, _INT64],
+    "pack_int8": [_POINTER, *[_INT64] * 3, _INT, *[_POINTER] * 2],
     "paged_decode": [*[_POINTER] * 4, _INT64, *[_POINTER] * 2, *[_INT64] * 5, _FLOAT, _INT64, *[_POINTER] * 2],
-    "paged_prefill_bf16": [*[_POINTER] * 4, _INT64, *[_POINTER] * 3, *[_INT64] * 5, _FLOAT, _INT64, _POINTER],
+    "tiled_decode_bf16": [*[_POINTER] * 6, _INT64, *[_POINTER] * 2, *[_INT64] * 5, _FLOAT, _INT64, *[_POINTER] * 2],
+    "tiled_decode_int8": [*[_POINTER] * 6, _INT64, *[_POINTER] * 2, *[_INT64] * 5, _FLOAT, _INT64, *[_POINTER] * 2],
+    "paged_prefill_bf16": [*[_POINTER] * 6, _INT64, *[_POINTER] * 3, *[_INT64] * 5, _FLOAT, _INT64, _POINTER],
+    "paged_prefill_int8": [*[_POINTER] * 6, _INT64, *[_POINTER] * 3, *[_INT64] * 5, _FLOAT, _INT64, _POINTER],
     "rms_norm": [*[_POINTER] * 3, *[_INT64] * 2, _FLOAT, _POINTER],
     "row_argmax": [_POINTER, *[_INT64] * 3, *[_POINTER] * 2],
     "segment_sums": [_POINTER, *[_INT64] * 3, *[_POINTER] * 2, _INT64, _POINTER],
-    "norm_rotate_store": [*[_POINTER] * 6, *[_INT64] * 5, _FLOAT, *[_POINTER] * 3],
+    "norm_rotate_store": [*[_POINTER] * 6, *[_INT64] * 5, _FLOAT, *[_POINTER] * 5],
+    "norm_rotate_store_tiled_bf16": [*[_POINTER] * 6, *[_INT64] * 5, _FLOAT, *[_POINTER] * 5],
+    "norm_rotate_store_tiled_int8": [*[_POINTER] * 6, *[_INT64] * 5, _FLOAT, *[_POINTER] * 5],
 }
 _TYPED = {"paged_decode", "rms_norm", "norm_rotate_store", "row_argmax", "segment_sums"}
-_SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
-# As in linear.cpp and decode.cpp.
-_ROWS_AT_ONCE = 256
+_SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.int8: "int8"}
+# As in decode.cpp.
 MAX_GROUP = 16
 MAX_HEAD_DIM = 256
+# One layer's keys and values, [blocks, num_kv_heads, block_size, head_dim] each; for int8, also the scales of both,
+# [blocks, num_kv_heads, block_size] float32. For the tiled kernels, values lie in another order: decode_tiled.cpp.
+LayerKV = tuple[torch.Tensor, ...]
 _HUGE_PAGE = 2 << 20
+_MADV_POPULATE_WRITE = 23
 
 
 @dataclass(frozen=True)
@@ -48,14 +59,26 @@ class PackedWeight:
     gated: bool
 
 
+@dataclass(frozen=True)
+class Int8Weight:
+    """A matrix quantized to int8 in the order of linear.cpp, with the scales of its outputs. Gated as above."""
+
+    data: torch.Tensor
+    scales: torch.Tensor
+    out_features: int
+    in_features: int
+    gated: bool
+
+
 class CPUKernels:
-    """The loaded library. has_amx: whether the linear kernel is there."""
+    """The loaded library. has_amx, has_amx_int8: whether the linear kernel of bf16, and that of int8, is there."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.has_amx = bool(library.enable_amx()) and hasattr(library, "linear_bf16")
+        self.has_amx_int8 = self.has_amx and hasattr(library, "linear_int8")
         self._functions = {}
         for name, arguments in _SIGNATURES.items():
-            names = [f"{name}_{suffix}" for suffix in _SUFFIXES.values()] if name in _TYPED else [name]
+            names = [f"{name}_f32", f"{name}_bf16"] if name in _TYPED else [name]
             for full_name in names:
                 if hasattr(library, full_name):
                     function = getattr(library, full_name)
@@ -63,7 +86,7 @@ class CPUKernels:
                     self._functions[full_name] = function
 
     def supports(self, dtype: torch.dtype) -> bool:
-        return dtype in _SUFFIXES
+        return dtype in (torch.float32, torch.bfloat16)
 
     def pack(self, weight: torch.Tensor, gated: bool = False) -> PackedWeight:
         """weight: [out_features, in_features] bf16; gated: [2 * out_features, in_features], gate's rows first."""
@@ -79,11 +102,32 @@ class CPUKernels:
         x = x if x.stride(-1) == 1 else x.contiguous()
         rows, k = x.shape
         out = x.new_empty(rows, weight.out_features)
-        scratch = x.new_empty(min(-(-rows // 32) * 32, _ROWS_AT_ONCE) * (-(-k // 32) * 32))
         self._functions["linear_bf16"](
             x.data_ptr(), rows, k, x.stride(0), weight.data.data_ptr(), weight.out_features,
             None if bias is None else bias.data_ptr(), weight.gated, out.data_ptr(), weight.out_features,
-            scratch.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    def pack_int8(self, weight: torch.Tensor, gated: bool = False) -> Int8Weight:
+        """Quantizes, per row. weight: [out_features, in_features] bf16; gated: [2 * out_features, ...], gate first."""
+        rows, k = weight.shape
+        n = rows // 2 if gated else rows
+        strips = -(-n // 16) if gated else -(-n // 32)
+        data = huge_empty((strips * -(-k // 64) * 2048,), torch.int8)
+        scales = torch.empty(strips * 32, dtype=torch.float32)
+        self._functions["pack_int8"](
+            weight.data_ptr(), n, k, weight.stride(0), gated, data.data_ptr(), scales.data_ptr()
+        )
+        return Int8Weight(data, scales, n, k, gated)
+
+    def linear_int8(self, x: torch.Tensor, weight: Int8Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """`linear` with rows of x quantized to int8 on the way. x: [T, in_features] bf16; returns [T, out_features]."""
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        rows, k = x.shape
+        out = x.new_empty(rows, weight.out_features)
+        self._functions["linear_int8"](
+            x.data_ptr(), rows, k, x.stride(0), weight.data.data_ptr(), weight.scales.data_ptr(), weight.out_features,
+            None if bias is None else bias.data_ptr(), weight.gated, out.data_ptr(), weight.out_features,
         )  # fmt: skip
         return out
 
@@ -113,12 +157,39 @@ class CPUKernels:
             scale, splits, scratch.data_ptr(), out.data_ptr(),
         )  # fmt: skip
 
+    def can_tile(self, kv_dtype: torch.dtype, group: int, head_dim: int, block_size: int) -> bool:
+        """Whether the tiled kernels (AMX; bf16 or int8 caches of a bf16 model) can take that shape."""
+        if not self.has_amx or kv_dtype not in (torch.bfloat16, torch.int8):
+            return False
+        tile_rows = group * 2 // kv_dtype.itemsize  # int8 takes two
+        whole = head_dim * kv_dtype.itemsize % 64 == 0 and block_size % 32 == 0
+        return whole and tile_rows <= 16 and head_dim <= MAX_HEAD_DIM
+
+    def tiled_decode(
+        self,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        kv: LayerKV,
+        block_tables: torch.Tensor,
+        seq_lens: torch.Tensor,
+        rows: torch.Tensor,
+        scale: float,
+        parts: int,
+    ) -> None:
+        """`paged_decode` on AMX, for caches that `can_tile`; parts: of each context, done by several threads."""
+        num_heads, head_dim = q.shape[1:]
+        memory = torch.empty(len(rows) * parts * num_heads * (head_dim + 2), dtype=torch.float32)
+        self._functions[f"tiled_decode_{_SUFFIXES[kv[0].dtype]}"](
+            q.data_ptr(), *_pointers(kv), block_tables.data_ptr(), block_tables.stride(0), seq_lens.data_ptr(),
+            rows.data_ptr(), len(rows), num_heads, kv[0].shape[1], head_dim, kv[0].shape[2], scale, parts,
+            memory.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
+
     def paged_prefill(
         self,
         q: torch.Tensor,
         out: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        kv: LayerKV,
         block_tables: torch.Tensor,
         starts: torch.Tensor,
         query_lens: torch.Tensor,
@@ -126,16 +197,17 @@ class CPUKernels:
         scale: float,
         parts: int,
     ) -> None:
-        """Causal attention of several queries per sequence, read from the blocks; AMX, bf16, head_dim a multiple of 32.
+        """Causal attention of several queries per sequence, read from caches that `can_tile`; AMX, bf16 queries.
 
-        Shapes as for paged_decode; starts, query_lens, seq_lens: [n] int64; sequence i's queries are the rows
-        starts[i] .. starts[i] + query_lens[i] - 1 of q. parts: shares of the work of one (sequence, KV head).
+        q, out: [T, num_heads, head_dim]. block_tables: [n, columns] int32. starts, query_lens, seq_lens: [n] int64;
+        sequence i's queries are the rows starts[i] .. starts[i] + query_lens[i] - 1 of q. parts: shares of the work of
+        one (sequence, KV head).
         """
         num_heads, head_dim = q.shape[1:]
-        self._functions["paged_prefill_bf16"](
-            q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), block_tables.data_ptr(), block_tables.stride(0),
-            starts.data_ptr(), query_lens.data_ptr(), seq_lens.data_ptr(), len(starts), num_heads, k_cache.shape[1],
-            head_dim, k_cache.shape[2], scale, parts, out.data_ptr(),
+        self._functions[f"paged_prefill_{_SUFFIXES[kv[0].dtype]}"](
+            q.data_ptr(), *_pointers(kv), block_tables.data_ptr(), block_tables.stride(0), starts.data_ptr(),
+            query_lens.data_ptr(), seq_lens.data_ptr(), len(starts), num_heads, kv[0].shape[1], head_dim,
+            kv[0].shape[2], scale, parts, out.data_ptr(),
         )  # fmt: skip
 
     def rms_norm(
@@ -157,21 +229,21 @@ class CPUKernels:
         eps: float,
         cos: torch.Tensor,
         sin: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        kv: LayerKV,
         slots: torch.Tensor,
+        tiled: bool = False,
     ) -> torch.Tensor:
         """q and k norm, rotary, and the store of k and v to their slots, in one pass. Returns the queries.
 
-        qkv: [T, num_heads + 2 * num_kv_heads, head_dim]; cos, sin: [T, head_dim / 2]; slots: [T] int64.
+        qkv: [T, num_heads + 2 * num_kv_heads, head_dim]; cos, sin: [T, head_dim / 2]; slots: [T] int64. tiled: values
+        go to the order of decode_tiled.cpp.
         """
-        num_kv_heads, block_size, head_dim = k_cache.shape[1:]
+        num_kv_heads, block_size, head_dim = kv[0].shape[1:]
         tokens, num_heads = qkv.shape[0], qkv.shape[1] - 2 * num_kv_heads
         q = qkv.new_empty(tokens, num_heads, head_dim)
-        self._functions[f"norm_rotate_store_{_SUFFIXES[qkv.dtype]}"](
+        self._functions[f"norm_rotate_store_{'tiled_' if tiled else ''}{_SUFFIXES[kv[0].dtype]}"](
             qkv.data_ptr(), q_weight.data_ptr(), k_weight.data_ptr(), cos.data_ptr(), sin.data_ptr(), slots.data_ptr(),
-            tokens, num_heads, num_kv_heads, head_dim, block_size, eps, q.data_ptr(), k_cache.data_ptr(),
-            v_cache.data_ptr(),
+            tokens, num_heads, num_kv_heads, head_dim, block_size, eps, q.data_ptr(), *_pointers(kv),
         )  # fmt: skip
         return q
 
@@ -196,6 +268,11 @@ class CPUKernels:
         return sums
 
 
+def _pointers(kv: LayerKV) -> list[int | None]:
+    """Of keys, values, and their scales, if there are any."""
+    return [tensor.data_ptr() for tensor in kv] + [None] * (4 - len(kv))
+
+
 @functools.cache
 def load() -> CPUKernels | None:
     """The kernels, compiled if need be; None, with one warning, where that fails."""
@@ -212,14 +289,23 @@ def kernels_for(dtype: torch.dtype, device: str) -> CPUKernels | None:
     return kernels if kernels is not None and kernels.supports(dtype) else None
 
 
-def huge_empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Uninitialized (zero) memory on huge pages where the kernel grants them: read about a fifth faster here."""
+def huge_empty(shape: tuple[int, ...], dtype: torch.dtype, *, populate: bool = False) -> torch.Tensor:
+    """Uninitialized (zero) memory on huge pages where the kernel grants them: read about a fifth faster here.
+
+    populate: all pages are mapped now and not at first use. In a virtual machine whose host has to find the memory
+    first, one huge page was seen to take 5 ms, which a step would pay for.
+    """
     size = math.prod(shape) * dtype.itemsize
     if size < _HUGE_PAGE:
         return torch.zeros(shape, dtype=dtype)
     # Whole huge pages, from the first byte to the last: mmap promises no alignment to them.
-    region = mmap.mmap(-1, (-(-size // _HUGE_PAGE) + 1) * _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    whole = -(-size // _HUGE_PAGE) * _HUGE_PAGE
+    region = mmap.mmap(-1, whole + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         region.madvise(mmap.MADV_HUGEPAGE)
     start = ctypes.addressof(ctypes.c_char.from_buffer(region))
+    if populate and sys.platform == "linux":
+        # Linux 5.14 and later; where it is refused, pages are mapped at first use.
+        first = start + -start % _HUGE_PAGE
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(whole), _MADV_POPULATE_WRITE)
     return torch.frombuffer(region, dtype=dtype, count=math.prod(shape), offset=-start % _HUGE_PAGE).view(shape)
