@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 DTYPES = ("float32", "bfloat16", "float16")
+ATTENTION_BACKENDS = ("auto", "triton", "flash_attn", "cpu")
 _DTYPE_ALIASES = {"float": "float32", "half": "float16", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -59,6 +60,7 @@ class EngineConfig:
     load_timeout: the same for start-up, in seconds.
     enable_prefix_caching: full blocks of earlier requests are reused for equal prefixes.
     enforce_eager: no CUDA graphs (on a GPU).
+    attention_backend: "auto", "triton", "flash_attn" or "cpu"; "auto" is the first that can run the model there.
     load_format: "auto", or "dummy" for seeded random weights (no file but config.json is needed).
     seed: source of the seeds of requests that bring none, and of dummy weights; None draws one, which is logged.
     revision: branch, tag or commit of a hub id.
@@ -79,6 +81,7 @@ class EngineConfig:
     step_timeout: float = 300.0
     load_timeout: float = 1800.0
     enforce_eager: bool = False
+    attention_backend: str = "auto"
     load_format: str = "auto"
     seed: int | None = None
     revision: str | None = None
@@ -103,6 +106,9 @@ class EngineConfig:
             raise ValueError(f"device is {self.device!r}; allowed are 'auto', 'cpu' and 'cuda'")
         if self.load_format not in ("auto", "dummy"):
             raise ValueError(f"load_format is {self.load_format!r}; allowed are 'auto' and 'dummy'")
+        if self.attention_backend not in ATTENTION_BACKENDS:
+            allowed = ", ".join(map(repr, ATTENTION_BACKENDS))
+            raise ValueError(f"attention_backend is {self.attention_backend!r}; allowed are {allowed}")
         _require_int("max_model_len", self.max_model_len, 2, optional=True)
         _require_int("max_num_seqs", self.max_num_seqs, 1)
         _require_int("max_num_batched_tokens", self.max_num_batched_tokens, 1, optional=True)

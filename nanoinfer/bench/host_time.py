@@ -33,7 +33,8 @@ def measure_host_time(batch_sizes: tuple[int, ...] = (1, 32, 256, 1024)) -> dict
     for num_seqs in batch_sizes:
         with tempfile.TemporaryDirectory() as directory:
             Path(directory, "config.json").write_text(json.dumps(QWEN3_0_6B | _SHAPE))
-            options: dict[str, Any] = {"load_format": "dummy", "max_model_len": 256, "seed": 0}
+            # The stand-ins are for the CPU's path; on a GPU, --gpu-check measures the steps themselves.
+            options: dict[str, Any] = {"device": "cpu", "load_format": "dummy", "max_model_len": 256, "seed": 0}
             options |= {"max_num_seqs": num_seqs, "max_num_batched_tokens": (_PROMPT_TOKENS + 1) * num_seqs}
             with LLM(directory, num_kvcache_blocks=8 * num_seqs, **options) as llm:
                 found[str(num_seqs)] = 1e3 * statistics.median(_step_seconds(llm, num_seqs))

@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import random
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -22,13 +23,14 @@ from typing import Any
 
 import torch
 
+from nanoinfer.bench import gpu_check
 from nanoinfer.bench.floor import Floor
 from nanoinfer.bench.host_time import measure_host_time
 from nanoinfer.bench.kernels import measure_kernels
 from nanoinfer.bench.machine import Machine, measure_machine
 from nanoinfer.bench.step_overhead import measure_step_overhead
 from nanoinfer.bench.workload import MAX_TOKEN_ID, PRESETS, QWEN3_0_6B, Workload
-from nanoinfer.config import DTYPES, EngineConfig, ModelConfig
+from nanoinfer.config import ATTENTION_BACKENDS, DTYPES, EngineConfig, ModelConfig
 from nanoinfer.llm import LLM
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.step import StepStats
@@ -140,6 +142,9 @@ def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, EngineCo
     )
     parser.add_argument("--host-only", action="store_true", help="measure a decode step without the model instead")
     parser.add_argument("--kernels", action="store_true", help="measure the CPU kernels alone instead")
+    parser.add_argument(
+        "--gpu-check", action="store_true", help="check and measure all that needs a GPU instead; writes gpu-check.json"
+    )
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of the report")
     engine = parser.add_argument_group("options of nanoinfer.LLM, which has the defaults where none is stated")
     engine.add_argument("--max-model-len", type=int, help="default: 2048 for w1, 4096 for nano-vllm")
@@ -149,6 +154,7 @@ def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, EngineCo
     engine.add_argument("--gpu-memory-utilization", type=float)
     engine.add_argument("--cpu-kvcache-gib", type=float)
     engine.add_argument("--enforce-eager", action="store_true", default=None)
+    engine.add_argument("--attention-backend", choices=ATTENTION_BACKENDS)
     args = parser.parse_args(argv)
     try:
         settle(args)
@@ -184,6 +190,8 @@ def settle(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args, config = parse_args(argv)
+    if args.gpu_check:
+        sys.exit(gpu_check.main())
     others: dict[str, Callable[[], dict[str, Any]]] = {
         "step_overhead": measure_step_overhead,
         "host_only": measure_host_time,

@@ -115,7 +115,7 @@ def sample(
         wanted = [row for row in rows if row in batch.logprobs]
         if wanted:
             local = [row - start for row in wanted]
-            logprobs |= _logprobs(raw[local].float(), chosen[local], wanted, batch.logprobs, shard)
+            logprobs |= row_logprobs(raw[local].float(), chosen[local], wanted, batch.logprobs, shard)
     return token_ids, logprobs
 
 
@@ -251,7 +251,7 @@ def _draw(
     return shard.tp.all_reduce(token_ids.where(owner == shard.tp.rank, 0)).squeeze(1)
 
 
-def _logprobs(
+def row_logprobs(
     raw: torch.Tensor, chosen: torch.Tensor, rows: list[int], num_best: dict[int, int], shard: VocabShard
 ) -> dict[int, TokenLogprobs]:
     """Of the raw distribution, for the rows of `raw` [n, columns], whose keys are `rows`. chosen: [n] ids."""

@@ -1,0 +1,70 @@
+"""Triton without a GPU: the interpreter's tests, in processes of their own, and what compiling ahead of time says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is for Linux on x86-64")
+
+TESTS = Path(__file__).resolve().parent
+# What a program of an H100, H200 or B200 may have; an A100 has 164 KiB, an Ada card 100.
+SHARED_LIMIT = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+
+
+@pytest.mark.parametrize("cases", ["triton_cases.py", "triton_engine_cases.py"])
+def test_in_the_interpreter(cases: str) -> None:
+    """The switch is read when triton is imported, so these tests have a process to themselves."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(TESTS / cases)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parent, env=environment, timeout=300)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout and "skipped" not in done.stdout
+
+
+def compile_all(capability: int) -> str:
+    """The tool's table, made in a process of its own: several compile at the same time."""
+    command = [sys.executable, "-m", "nanoinfer.kernels.triton.compile", str(capability)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parent, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def test_every_kernel_compiles_for_every_generation_and_spills_nothing() -> None:
+    with ThreadPoolExecutor(2) as pool:
+        tables = dict(zip(SHARED_LIMIT, pool.map(compile_all, SHARED_LIMIT), strict=True))
+    for capability, table in tables.items():
+        print(table)  # for whoever runs pytest -s, and in CI's log when something is over the bound
+        rows = [line.split() for line in table.splitlines()[1:]]
+        assert {row[0] for row in rows} >= {
+            "rms_norm_kernel", "silu_and_mul_kernel", "norm_rotate_store_kernel", "store_kv_kernel",
+            "paged_decode_kernel", "merge_splits_kernel", "paged_prefill_kernel", "prepare_decode_kernel",
+            "store_tokens_kernel", "partial_argmax_kernel", "merge_argmax_kernel", "segment_sums_kernel",
+            "draw_kernel", "threshold_kernel", "penalize_kernel",
+        }  # fmt: skip
+        for name, sm, warps, registers, spilled, shared in rows:
+            assert int(sm) == capability
+            assert int(spilled) == 0, f"{name} spills {spilled} bytes on sm_{sm}"
+            assert int(shared) <= SHARED_LIMIT[capability], f"{name} wants {shared} bytes of shared memory on sm_{sm}"
+            # A multiprocessor has 65536 registers: so many programs of decode attention are resident at least.
+            resident = 65536 // (int(registers) * int(warps) * 32)
+            assert resident >= (3 if name == "paged_decode_kernel" else 1), f"{name}: {registers} registers on sm_{sm}"
+
+
+def test_what_is_compiled_is_what_is_launched() -> None:
+    from nanoinfer.kernels.triton import compile as tool
+
+    launches = tool.launches_of(tool.Shape(), num_splits=(1, 8))
+    names = [launch.name for launch in launches]
+    assert names.count("paged_decode_kernel") == 2 and names.count("merge_splits_kernel") == 1
+    assert {name for module in tool._MODULES for name in vars(module) if name.endswith("_kernel")} == set(names)
+    other = tool.launches_of(replace(tool.Shape(), num_heads=32, dtype=torch.float16))
+    (decode,) = (one for one in other if one.name == "paged_decode_kernel" and one.options["NUM_SPLITS"] == 1)
+    assert decode.options["GROUP"] == 4 and decode.arguments[0].dtype == torch.float16
