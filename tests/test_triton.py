@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -19,14 +20,32 @@ TESTS = Path(__file__).resolve().parent
 SHARED_LIMIT = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 
 
-@pytest.mark.parametrize("cases", ["triton_cases.py", "triton_engine_cases.py"])
-def test_in_the_interpreter(cases: str) -> None:
-    """The switch is read when triton is imported, so these tests have a process to themselves."""
+CASES = ("triton_engine_cases.py", "triton_cases.py")
+
+
+@pytest.fixture(scope="module")
+def interpreters() -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """Triton's switch is read at import, so these tests have processes to themselves, which run side by side."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(TESTS / cases)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parent, env=environment, timeout=300)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout and "skipped" not in done.stdout
+    running = {}
+    for cases in CASES:
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--durations=3", str(TESTS / cases)]
+        running[cases] = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=TESTS.parent, env=environment
+        )
+    yield running
+    for process in running.values():
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("cases", CASES)
+def test_in_the_interpreter(interpreters: dict[str, subprocess.Popen[str]], cases: str) -> None:
+    said, _ = interpreters[cases].communicate(timeout=300)
+    assert interpreters[cases].returncode == 0, said[-8000:]
+    assert " passed" in said, said
+    assert "skipped" not in said, said
+    print(said)
 
 
 def compile_all(capability: int) -> str:

@@ -201,10 +201,11 @@ def test_each_query_has_exactly_one_work_item() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_seqs", "max_seq_len", "expected"), [(1, 64, 1), (1, 8192, 32), (8, 8192, 13), (64, 8192, 2), (256, 8192, 1)]
+    ("num_seqs", "max_seq_len", "expected"),
+    [(1, 64, 1), (1, 8192, 32), (8, 8192, 16), (20, 8192, 8), (64, 8192, 2), (256, 8192, 1)],
 )
 def test_number_of_splits(num_seqs: int, max_seq_len: int, expected: int) -> None:
-    """6 programs for each of an H200's 132 multiprocessors, 8 KV heads; a split has 128 tokens or more."""
+    """6 programs for each of an H200's 132 multiprocessors, 8 KV heads; 128 tokens or more each; powers of two."""
     assert decode.num_splits_for(num_seqs, 8, max_seq_len, 132) == expected
 
 

@@ -246,7 +246,7 @@ def steps(machine: Machine) -> list[Figure]:
 
 def host(machine: Machine) -> list[Figure]:
     """A decode step without a model, as `bench.py --host-only`."""
-    found = measure_host_time((1, 256))["host_ms_per_step"]
+    found = measure_host_time((1, 256))["host_ms_per_step_gpu"]
     return [
         Figure("host", f"host time, batch {size}", ms, "ms", passed=ms <= 1.0 if size == "256" else None)
         for size, ms in found.items()

@@ -148,6 +148,8 @@ def _source(launch: Launch) -> ASTSource:
             signature[name] = f"*{_TYPES[value.dtype]}"
         elif isinstance(value, float):
             signature[name], is_aligned = "fp32", False
+        elif launch.kernel.params[index].do_not_specialize:
+            signature[name], is_aligned = "i32", False
         elif value == 1:
             signature[name], constants[name], is_aligned = "constexpr", 1, False
         else:

@@ -26,13 +26,18 @@ _LOG2_E = 1.4426950408889634
 
 
 def num_splits_for(num_seqs: int, num_kv_heads: int, max_seq_len: int, num_sms: int) -> int:
-    """Parts of each context: enough programs for all multiprocessors, none without work at `max_seq_len`."""
+    """Parts of each context: enough programs for all multiprocessors, as far as `max_seq_len` has work for them.
+
+    A power of two, because each number is a kernel of its own, compiled when it is first launched.
+    """
     wanted = -(-_PROGRAMS_PER_SM * num_sms // max(1, num_seqs * num_kv_heads))
     useful = -(-max_seq_len // (TILE * MIN_TILES.value))
-    return max(1, min(wanted, useful, MAX_SPLITS))
+    splits: int = triton.next_power_of_2(max(1, min(wanted, useful, MAX_SPLITS)))
+    return splits
 
 
-@triton.jit
+# The number of columns changes from step to step: kernels for kinds of it would be compiled in the middle of a run.
+@triton.jit(do_not_specialize=["table_stride"])
 def paged_decode_kernel(
     q: tl.tensor,
     k_cache: tl.tensor,

@@ -30,7 +30,7 @@ def uniform_of(seed: tl.tensor, index: tl.tensor) -> tl.tensor:
     return (z >> 32).to(tl.float64) * (1.0 / 4294967296.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def prepare_decode_kernel(
     rows: tl.tensor,
     num_computed: tl.tensor,
@@ -65,7 +65,7 @@ def prepare_decode_kernel(
     tl.store(uniforms + index, uniform_of(seed, output_index.to(tl.uint64, bitcast=True)), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def store_tokens_kernel(
     last_token: tl.tensor, rows: tl.tensor, tokens: tl.tensor, num_rows: tl.tensor, BLOCK: tl.constexpr
 ) -> None:

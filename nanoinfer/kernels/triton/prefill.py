@@ -116,7 +116,7 @@ def _walk(
     return best, total, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def paged_prefill_kernel(
     q: tl.tensor,
     k_cache: tl.tensor,

@@ -16,7 +16,7 @@ from nanoinfer.kernels.triton.operator import operator
 SEGMENT = 512
 SEGMENTS_PER_PROGRAM = 8
 ARGMAX_BLOCK = 4096
-THRESHOLD_BLOCK = 4096
+THRESHOLD_BLOCK = 8192
 PENALTY_BLOCK = 1024
 # In the table of counts: this bit says that the token is in the prompt; the bits below count it in the output.
 IN_PROMPT = 1 << 30
