@@ -11,6 +11,7 @@ import triton_interpreter  # noqa: F401  (first: it sets the switch)
 
 import math
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ import kit
 import numpy as np
 import pytest
 import torch
+from triton.runtime.interpreter import GridExecutor
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.base import ForwardBatch
@@ -112,7 +114,7 @@ def test_logits_that_are_not_finite_are_an_error(monkeypatch: pytest.MonkeyPatch
         llm.generate([[1, 2, 3]], kit.greedy(2), use_tqdm=False)
 
 
-def test_slices_of_the_vocabulary_give_the_same_tokens() -> None:
+def test_slices_of_the_vocabulary_give_the_same_tokens(in_turns: None) -> None:
     """The ranks' result, whole rows on one rank, and the CPU's sampler."""
     size = 3
     rng = np.random.default_rng(size)
@@ -134,27 +136,32 @@ def test_slices_of_the_vocabulary_give_the_same_tokens() -> None:
         mine = logits[:, rank * 1200 : (rank + 1) * 1200].contiguous()
         return sample_on_device(mine, sampling, VocabShard(ranks.groups[rank].tp, rank * 1200)).tolist()
 
-    # The interpreter patches triton while a kernel runs, so that its kernels cannot run in two threads.
-    results = run_in_turns(ranks, one)
-    assert all(result == whole for result in results)
+    assert all(result == whole for result in ranks.run(one))
     assert whole == sample(logits, SamplingBatch(temperature, top_k, top_p, min_p, numbers))[0]
 
 
-def run_in_turns(ranks: kit.Ranks, function: Callable[[int], list[int]]) -> list[list[int]]:
-    """Threads that meet at collectives, one launch at a time."""
-    import threading
-
-    from triton.runtime.interpreter import GridExecutor
-
+@pytest.fixture
+def in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One launch at a time: the interpreter patches triton while a kernel runs, so two threads must not run any."""
     lock, launch = threading.Lock(), GridExecutor.__call__
 
     def locked(self: Any, *arguments: Any, **options: Any) -> Any:
         with lock:
             return launch(self, *arguments, **options)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GridExecutor, "__call__", locked)
-        return ranks.run(function)
+    monkeypatch.setattr(GridExecutor, "__call__", locked)
+
+
+def test_two_ranks_equal_transformers(in_turns: None) -> None:
+    """Both ranks end every step with the same tokens, which the executor checks; a filter looks at whole rows."""
+    checkpoint = kit.checkpoint("tied")
+    llm = kit.lockstep_llm(checkpoint.directory, 2, max_model_len=64, max_num_seqs=2)
+    assert llm.engine.executor.runner.backend.name == "triton"
+    prompts = [[7, 8, 9], [30, 2, 5, 11]]
+    params = [kit.greedy(3), SamplingParams(temperature=0.9, top_k=9, seed=5, max_tokens=3, ignore_eos=True)]
+    first, second = (output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False))
+    checkpoint.reference.assert_greedy(prompts[0], first)
+    checkpoint.assert_sampled(prompts[1], second, params[1], kit.torch_uniforms(5, 3))
 
 
 @torch.inference_mode()

@@ -133,6 +133,17 @@ def launches_of(
     return launches
 
 
+def shipped(capability: int) -> Iterator[tuple[str, Launch]]:
+    """(shape, launch): every kernel for Qwen3-0.6B; attention for five heads to a group (14B), and in float32, too."""
+    for launch in launches_of(Shape(), capability):
+        yield "0.6B", launch
+    others = {"14B": Shape(hidden_size=5120, num_heads=40), "float32": Shape(dtype=torch.float32)}
+    for name, shape in others.items():
+        for launch in launches_of(shape, capability):
+            if launch.name.startswith("paged_"):
+                yield name, launch
+
+
 def _source(launch: Launch) -> ASTSource:
     """Types and specializations as the launcher would find them: ones are constants, multiples of 16 are known."""
     signature: dict[str, str] = {}
@@ -181,11 +192,13 @@ def compile_launch(launch: Launch, capability: int) -> Report:
 
 
 def main() -> None:
-    print(f"{'kernel':28}{'sm':>5}{'warps':>7}{'registers':>11}{'spilled':>9}{'shared':>9}")
+    print(f"{'shape':9}{'kernel':28}{'sm':>5}{'warps':>7}{'registers':>11}{'spilled':>9}{'shared':>9}")
     for capability in map(int, sys.argv[1:] or ["80", "89", "90", "100"]):
-        for launch in launches_of(Shape(), capability):
+        for shape, launch in shipped(capability):
             r = compile_launch(launch, capability)
-            print(f"{r.name:28}{capability:5}{r.num_warps:7}{r.registers:11}{r.spilled_bytes:9}{r.shared_bytes:9}")
+            print(
+                f"{shape:9}{r.name:28}{capability:5}{r.num_warps:7}{r.registers:11}{r.spilled_bytes:9}{r.shared_bytes:9}"
+            )
 
 
 if __name__ == "__main__":
