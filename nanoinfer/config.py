@@ -20,6 +20,7 @@ from typing import Any
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("int8",)
 KV_CACHE_DTYPES = ("auto", "int8")
+ATTENTION_BACKENDS = ("auto", "triton", "flash_attn", "cpu")
 _DTYPE_ALIASES = {"float": "float32", "half": "float16", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -67,6 +68,7 @@ class EngineConfig:
         and per token, symmetric). On a CPU only; fast in bfloat16 with AMX.
     kv_cache_dtype: "auto" (the model's), or "int8": keys and values are stored in int8 with a scale per token and head
         (symmetric), in about half the memory. On a CPU only; fast in bfloat16 with AMX.
+    attention_backend: "auto", "triton", "flash_attn" or "cpu"; "auto" is the first that can run the model there.
     load_format: "auto", or "dummy" for seeded random weights (no file but config.json is needed).
     seed: source of the seeds of requests that bring none, and of dummy weights; None draws one, which is logged.
     revision: branch, tag or commit of a hub id.
@@ -90,6 +92,7 @@ class EngineConfig:
     enforce_eager: bool = False
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
+    attention_backend: str = "auto"
     load_format: str = "auto"
     seed: int | None = None
     revision: str | None = None
@@ -132,6 +135,9 @@ class EngineConfig:
             )
         if self.load_format not in ("auto", "dummy"):
             raise ValueError(f"load_format is {self.load_format!r}; allowed are 'auto' and 'dummy'")
+        if self.attention_backend not in ATTENTION_BACKENDS:
+            allowed = ", ".join(map(repr, ATTENTION_BACKENDS))
+            raise ValueError(f"attention_backend is {self.attention_backend!r}; allowed are {allowed}")
         _require_int("max_model_len", self.max_model_len, 2, optional=True)
         _require_int("max_num_seqs", self.max_num_seqs, 1)
         _require_int("max_num_batched_tokens", self.max_num_batched_tokens, 1, optional=True)

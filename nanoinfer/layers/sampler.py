@@ -97,6 +97,11 @@ class SamplingBatch:
     biases: dict[int, Bias] = field(default_factory=dict)
     logprobs: dict[int, int] = field(default_factory=dict)
 
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether any row has more than temperature and filters."""
+        return bool(self.masks or self.banned or self.biases or self.penalties)
+
 
 def uniforms(seeds: np.ndarray, output_indices: np.ndarray) -> np.ndarray:
     """One number in [0, 1) per (seed, output index), both uint64: two rounds of SplitMix64 (Steele et al., 2014)."""
@@ -132,7 +137,7 @@ def sample(
         wanted = [row for row in rows if row in batch.logprobs]
         if wanted:
             local = [row - start for row in wanted]
-            logprobs |= _logprobs(raw[local].float(), chosen[local], wanted, batch.logprobs, shard)
+            logprobs |= row_logprobs(raw[local].float(), chosen[local], wanted, batch.logprobs, shard)
     return token_ids, logprobs
 
 
@@ -144,14 +149,14 @@ def token_logprobs(
     for start in range(0, len(logits), _CHUNK_ROWS):
         raw = logits[start : start + _CHUNK_ROWS].float()
         rows = list(range(len(raw)))
-        chunk = _logprobs(raw, token_ids[start : start + _CHUNK_ROWS], rows, dict.fromkeys(rows, num_best), shard)
+        chunk = row_logprobs(raw, token_ids[start : start + _CHUNK_ROWS], rows, dict.fromkeys(rows, num_best), shard)
         found += [chunk[row] for row in rows]
     return found
 
 
 def _adjust(raw: torch.Tensor, rows: range, batch: SamplingBatch, shard: VocabShard) -> torch.Tensor:
     """Masks, bans, biases and penalties on the rows that have them, in float32; `raw` itself, as it is, if none has."""
-    if not (batch.masks or batch.banned or batch.biases or batch.penalties):
+    if not batch.adjusts_logits:
         return raw
     tables = (batch.masks, batch.banned, batch.biases, batch.penalties)
     affected = [row for row in rows if any(row in table for table in tables)]
@@ -306,7 +311,7 @@ def _draw(
     return shard.tp.all_reduce(token_ids.where(owner == shard.tp.rank, 0)).squeeze(1)
 
 
-def _logprobs(
+def row_logprobs(
     raw: torch.Tensor, chosen: torch.Tensor, rows: list[int], num_best: dict[int, int], shard: VocabShard
 ) -> dict[int, TokenLogprobs]:
     """Of the raw distribution, for the rows of `raw` [n, columns], whose keys are `rows`. chosen: [n] ids."""

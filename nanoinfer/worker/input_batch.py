@@ -132,6 +132,53 @@ class InputBatch:
         with_logprobs = params.logprobs is not None
         self._special[row] = params.has_penalties or params.min_tokens > 0 or with_logprobs or limits_choice
 
+    def row_of(self, seq_id: int) -> int:
+        return self._row_of[seq_id]
+
+    def num_blocks(self, row: int) -> int:
+        return int(self._num_blocks[row])
+
+    def row_settings(self, rows: np.ndarray) -> list[np.ndarray]:
+        """Of those rows: num_prompt, seeds (the bits), inverse temperature (0: greedy), min_p, top_k, top_p.
+
+        In the device's types: int32, int64, float32, float32, int32, float32.
+        """
+        temperature = self._temperature[rows]
+        is_random = temperature > 0
+        # Neither infinite nor zero, as in the sampler.
+        limits = np.finfo(np.float32)
+        inverse = (1.0 / np.where(is_random, temperature, 1.0)).clip(limits.tiny, limits.max).astype(np.float32)
+        return [
+            self._num_prompt[rows].astype(np.int32),
+            self._seeds[rows].view(np.int64),
+            np.where(is_random, inverse, np.float32(0)),
+            self._min_p[rows].astype(np.float32),
+            self._top_k[rows].clip(0, 2**31 - 1).astype(np.int32),
+            self._top_p[rows].astype(np.float32),
+        ]
+
+    def num_computed(self, rows: np.ndarray) -> np.ndarray:
+        return self._num_computed[rows]
+
+    def has_filters(self, rows: np.ndarray) -> bool:
+        """Whether any of them samples with min_p, top_k or top_p."""
+        filtered = (self._min_p[rows] > 0) | (self._top_k[rows] > 0) | (self._top_p[rows] < 1)
+        return bool((filtered & (self._temperature[rows] > 0)).any())
+
+    def has_special(self, step: StepRows) -> bool:
+        """Whether any row that samples has penalties, min_tokens, logprobs, or a limited choice."""
+        return bool(step.bitmasks) or bool(self._special[step.rows[step.sampled]].any())
+
+    def decodes(self, plan: SchedulerOutput) -> StepRows | None:
+        """The step's rows if each computes its last sampled token and nothing else, or None."""
+        seq_ids = list(plan.num_scheduled_tokens)
+        if plan.num_tokens != len(seq_ids):
+            return None
+        rows = np.fromiter((self._row_of[seq_id] for seq_id in seq_ids), np.int64, len(seq_ids))
+        if bool((self._num_computed[rows] < self._num_initial[rows]).any()):
+            return None
+        return StepRows(seq_ids, rows, np.ones(len(rows), np.int64), np.arange(len(rows)), [], plan.bitmasks)
+
     def build(self, plan: SchedulerOutput) -> tuple[StepRows, ForwardBatch]:
         """The step's tensors, on the CPU."""
         seq_ids = list(plan.num_scheduled_tokens)

@@ -23,10 +23,13 @@ from nanoinfer.demo import demo_model_path
 
 _ALIASES = {"tensor_parallel_size": ["-tp"], "kvcache_block_size": ["--block-size"]}
 _GROUPS = {
-    "model": ("dtype", "device", "max_model_len", "load_format", "revision", "seed", "enforce_eager"),
+    "model": (
+        "dtype", "device", "max_model_len", "load_format", "revision", "seed", "enforce_eager", "quantization",
+        "attention_backend",
+    ),
     "kv-cache": (
         "gpu_memory_utilization", "kvcache_block_size", "num_kvcache_blocks", "cpu_kvcache_gib",
-        "enable_prefix_caching",
+        "kv_cache_dtype", "enable_prefix_caching",
     ),
     "scheduling": ("max_num_seqs", "max_num_batched_tokens", "step_timeout", "load_timeout"),
     "parallel": ("tensor_parallel_size", "distributed_executor_backend"),
