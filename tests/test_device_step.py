@@ -318,6 +318,12 @@ def test_flash_attn_says_why_not(
     assert reason in str(caught.value)
 
 
+@needs_triton
+def test_triton_stores_no_int8() -> None:
+    with pytest.raises(ValueError, match="triton: it stores keys and values in the model's dtype only"):
+        select.select_backend(MODEL, "cuda", torch.int8, requested="triton")
+
+
 def test_every_reason_is_reported_where_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, "triton", "flash_attn")
     with pytest.raises(ValueError, match="no attention backend can run this model on 'cuda'") as caught:

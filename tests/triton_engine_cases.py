@@ -19,14 +19,17 @@ import kit
 import numpy as np
 import pytest
 import torch
+from test_choice import Cycle
+from test_completions import assert_prompt_logprobs
 from triton.runtime.interpreter import GridExecutor
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.base import ForwardBatch
 from nanoinfer.attention.flash_attn import FlashAttention
 from nanoinfer.kernels import reference
-from nanoinfer.layers.device_sampler import DeviceSampling, sample_on_device
-from nanoinfer.layers.sampler import SamplingBatch, VocabShard, sample
+from nanoinfer.layers.device_sampler import DeviceSampling, adjusted, sample_on_device
+from nanoinfer.layers.sampler import Bias, Penalty, SamplingBatch, TokenCounts, VocabShard, sample
+from nanoinfer.step import token_bitmask
 from nanoinfer.worker import gpu_memory, model_runner
 from nanoinfer.worker.cuda_graph import graph_sizes
 
@@ -104,6 +107,76 @@ def test_banned_tokens_stay_out(monkeypatch: pytest.MonkeyPatch) -> None:
     first = checkpoint.greedy(prompt, 1)[0]
     params = SamplingParams(temperature=0.0, max_tokens=4, min_tokens=3, stop_token_ids=[first])
     assert first not in llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids[:3]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_logits_are_adjusted_by_masks_bans_biases_and_penalties(size: int) -> None:
+    """In that order, by plain arithmetic; every third row has all four; the last columns are padding."""
+    rng = np.random.default_rng(size)
+    rows, vocab_size, columns = 9, 323, 360 // size
+    logits = torch.from_numpy(rng.standard_normal((rows, 360)).astype(np.float32) * 3)
+    logits[:, vocab_size:] = -math.inf
+    batch, expected = SamplingBatch(*(np.zeros(rows) for _ in range(5))), logits.clone()
+    for row in range(rows):
+        allowed, banned, biased, seen = (rng.choice(vocab_size, n, replace=False) for n in (200, 20, 90, 60))
+        values = torch.from_numpy(rng.standard_normal(90).astype(np.float32) * 5)
+        x = expected[row]
+        if row % 3 in (0, 1):
+            batch.masks[row] = token_bitmask(allowed.tolist(), vocab_size)
+            batch.banned[row] = banned.tolist()
+            x[np.setdiff1d(np.arange(vocab_size), allowed)] = -math.inf
+            x[banned] = -math.inf
+        if row % 3 in (0, 2):
+            batch.biases[row] = Bias(torch.from_numpy(biased), values)
+            counts = TokenCounts.of(vocab_size, seen[:30], seen[20:].repeat(2))
+            batch.penalties[row] = Penalty(counts, 1.4, 0.5, 0.25)
+            x[biased] += values
+            x[seen] = torch.where(x[seen] > 0, x[seen] / 1.4, x[seen] * 1.4)
+            x[seen[20:]] -= 0.5 + 0.25 * 2
+    before = logits.clone()
+    for rank in range(size):
+        mine = slice(rank * columns, (rank + 1) * columns)
+        found = adjusted(logits[:, mine].contiguous(), batch, VocabShard(first_id=rank * columns))
+        torch.testing.assert_close(found, expected[:, mine])
+    assert torch.equal(logits, before)
+
+
+def test_what_limits_the_choice_does_so_in_captured_steps_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bias, allowed ids, a grammar and prompt_logprobs, beside a row with none of them, all from replayed graphs;
+    at last the grammar is alone."""
+    llm, checkpoint = engine(monkeypatch, True, "odd_vocab", max_num_batched_tokens=16)
+    rng = np.random.default_rng(5)
+    prompts = [kit.random_prompt(rng, n, 323) for n in (3, 9, 4, 6, 5)]
+    grammar = Cycle([[1, 2, 3], [322, 100], [31], [32, 64]], 7)
+    bias = {17: 50.0, 322: 50.0, 40: -50.0}
+    params = [
+        kit.greedy(4, logit_bias=bias), kit.greedy(4, prompt_logprobs=2), kit.greedy(4),
+        kit.greedy(4, allowed_token_ids=[5, 31, 32, 322]),
+    ]  # fmt: skip
+    requests = [llm.engine.prepare([prompt], one)[0] for prompt, one in zip(prompts, params, strict=False)]
+    requests += llm.engine.prepare([prompts[4]], kit.greedy(9), grammar=grammar)
+    llm.engine.add(requests)
+    with kit.checked_steps(llm.engine):
+        while llm.engine.has_unfinished:
+            llm.engine.step()
+    kit.assert_idle(llm.engine)
+    outputs = [request.output() for request in requests]
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [4, 4, 4, 4, 7]
+    assert_prompt_logprobs(checkpoint, outputs[1], 2)
+    for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        token_ids = output.outputs[0].token_ids
+        logits = checkpoint.reference.logits(tuple(prompt + token_ids))[len(prompt) - 1 : -1].clone()
+        if i == 0:
+            logits[:, list(bias)] += torch.tensor(list(bias.values()))
+        for position, token_id in enumerate(token_ids):
+            allowed = list(range(323))
+            if i == 3:
+                allowed = [5, 31, 32, 322]
+            elif i == 4:
+                allowed = grammar.sets[position % 4]
+            assert token_id in allowed and logits[position, allowed].max() - logits[position, token_id] < 1e-4, i
+    runner = llm.engine.executor.runner._device_runner
+    assert sum(graph.num_replays for graph in runner.graphs._graphs.values()) >= 3
 
 
 def test_logits_that_are_not_finite_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
