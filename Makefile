@@ -4,10 +4,13 @@ VENV := .venv
 PY := $(VENV)/bin/python
 ARGS ?=
 
-.PHONY: run test lint bench wheel clean
+.PHONY: run serve test lint bench wheel clean
 
 run: $(VENV)/.run
 	$(PY) example.py $(ARGS)
+
+serve: $(VENV)/.serve
+	$(PY) -m nanoinfer serve $(ARGS)
 
 test: $(VENV)/.test
 	$(PY) -m pytest $(ARGS)
@@ -32,9 +35,13 @@ $(VENV)/.run: pyproject.toml $(VENV)/.venv
 	$(PY) -m pip install --quiet --disable-pip-version-check -e .
 	touch $@
 
+$(VENV)/.serve: pyproject.toml $(VENV)/.venv
+	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[serve]'
+	touch $@ $(VENV)/.run
+
 $(VENV)/.test: pyproject.toml $(VENV)/.venv
 	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[test]'
-	touch $@ $(VENV)/.run
+	touch $@ $(VENV)/.run $(VENV)/.serve
 
 clean:
 	rm -rf $(VENV) dist build *.egg-info

@@ -20,6 +20,7 @@ from typing import Any
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("int8",)
 KV_CACHE_DTYPES = ("auto", "int8")
+ATTENTION_BACKENDS = ("auto", "triton", "flash_attn", "cpu")
 _DTYPE_ALIASES = {"float": "float32", "half": "float16", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -56,7 +57,9 @@ class EngineConfig:
     kvcache_block_size: tokens per KV block; None is the attention backend's choice.
     num_kvcache_blocks: None sizes the pool from memory.
     cpu_kvcache_gib: size of the KV pool on a CPU; None is the smaller of 4 GiB and 40 % of the available memory.
-    tensor_parallel_size: ranks that share each layer, one process each; 1 runs in this process.
+    tensor_parallel_size: ranks that share each layer.
+    distributed_executor_backend: "uni" runs the only rank in this process, "mp" runs each in a process of its own; None
+        is "uni" for one rank and "mp" for several (`AsyncLLM`: "mp" always).
     step_timeout: seconds after which a step that has not come back counts as hung (with several ranks).
     load_timeout: the same for start-up, in seconds.
     enable_prefix_caching: full blocks of earlier requests are reused for equal prefixes.
@@ -65,6 +68,7 @@ class EngineConfig:
         and per token, symmetric). On a CPU only; fast in bfloat16 with AMX.
     kv_cache_dtype: "auto" (the model's), or "int8": keys and values are stored in int8 with a scale per token and head
         (symmetric), in about half the memory. On a CPU only; fast in bfloat16 with AMX.
+    attention_backend: "auto", "triton", "flash_attn" or "cpu"; "auto" is the first that can run the model there.
     load_format: "auto", or "dummy" for seeded random weights (no file but config.json is needed).
     seed: source of the seeds of requests that bring none, and of dummy weights; None draws one, which is logged.
     revision: branch, tag or commit of a hub id.
@@ -82,11 +86,13 @@ class EngineConfig:
     cpu_kvcache_gib: float | None = None
     enable_prefix_caching: bool = True
     tensor_parallel_size: int = 1
+    distributed_executor_backend: str | None = None
     step_timeout: float = 300.0
     load_timeout: float = 1800.0
     enforce_eager: bool = False
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
+    attention_backend: str = "auto"
     load_format: str = "auto"
     seed: int | None = None
     revision: str | None = None
@@ -109,6 +115,16 @@ class EngineConfig:
             object.__setattr__(self, "dtype", parse_dtype(self.dtype))
         if self.device not in ("auto", "cpu", "cuda"):
             raise ValueError(f"device is {self.device!r}; allowed are 'auto', 'cpu' and 'cuda'")
+        if self.distributed_executor_backend not in (None, "uni", "mp"):
+            raise ValueError(
+                f"distributed_executor_backend is {self.distributed_executor_backend!r}; allowed are 'uni', 'mp' and "
+                "None"
+            )
+        if self.distributed_executor_backend == "uni" and self.tensor_parallel_size != 1:
+            raise ValueError(
+                f"distributed_executor_backend is 'uni', which is for one rank, and tensor_parallel_size is "
+                f"{self.tensor_parallel_size}; use 'mp', or leave it out"
+            )
         if self.quantization not in (None, *QUANTIZATIONS):
             raise ValueError(
                 f"quantization is {self.quantization!r}; allowed are None and {', '.join(map(repr, QUANTIZATIONS))}"
@@ -119,6 +135,9 @@ class EngineConfig:
             )
         if self.load_format not in ("auto", "dummy"):
             raise ValueError(f"load_format is {self.load_format!r}; allowed are 'auto' and 'dummy'")
+        if self.attention_backend not in ATTENTION_BACKENDS:
+            allowed = ", ".join(map(repr, ATTENTION_BACKENDS))
+            raise ValueError(f"attention_backend is {self.attention_backend!r}; allowed are {allowed}")
         _require_int("max_model_len", self.max_model_len, 2, optional=True)
         _require_int("max_num_seqs", self.max_num_seqs, 1)
         _require_int("max_num_batched_tokens", self.max_num_batched_tokens, 1, optional=True)

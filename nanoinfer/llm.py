@@ -115,8 +115,10 @@ class LLM:
     ) -> Iterator[str]:
         """Completes one prompt (or answers one conversation); yields pieces that concatenate to the final text.
 
-        Leaving the loop early, or dropping the iterator, aborts the request.
+        Leaving the loop early, or dropping the iterator, aborts the request. Raises ValueError if `n` is not 1.
         """
+        if params is not None and params.n != 1:
+            raise ValueError(f"n is {params.n}; a stream of text has one completion")
         if _is_conversation(prompt):
             prompt = self._render([prompt], enable_thinking, None)[0]
         return _Stream(self.engine, self.engine.add_requests([prompt], params)[0])
@@ -174,7 +176,7 @@ class _Stream(Iterator[str]):
         while True:
             # Another call's steps may have brought this request on, or to its end, since the last piece.
             is_done = self._request.is_done
-            if delta := self._request.new_text():
+            if delta := self._request.completions[0].new_text():
                 return delta
             if is_done:
                 raise StopIteration

@@ -20,7 +20,7 @@ class CompletionOutput:
 
     token_ids: with the id that stopped it, if one did; text: without that one and without special tokens.
     logprobs: per output token a dict from token id to Logprob, the chosen token first; None if not asked for.
-    finish_reason: "stop", "length", "abort", or None while running.
+    finish_reason: "stop", "length", "abort", "error" (in a grammar), or None while running.
     stop_reason: the stop string or stop token id that matched; None for end of sequence and for length.
     """
 
@@ -38,7 +38,13 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """A request and what was generated for it. `num_cached_tokens`: prompt tokens taken from the prefix cache."""
+    """A request and what was generated for it.
+
+    outputs: `n` completions (a stream of deltas: only those with something new). finished: all of them are.
+    num_cached_tokens: prompt tokens taken from the prefix cache.
+    prompt_logprobs: per prompt token a dict from token id to Logprob, its own first; None for the first token, which
+        nothing precedes. None if not asked for; in a stream of deltas, only the first output has it.
+    """
 
     request_id: str
     prompt: str | None
@@ -46,6 +52,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool = False
     num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     @property
     def text(self) -> str:

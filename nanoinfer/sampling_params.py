@@ -1,4 +1,5 @@
 """`SamplingParams`: how one request is sampled and when it stops. Checked when it is built, immutable afterwards.
+And `Grammar`: what the engine asks of a constraint on the output.
 
 Names and meanings are vLLM's; `max_tokens` defaults to 64.
 """
@@ -7,13 +8,49 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 from numbers import Integral, Real
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # Below this, vLLM takes a temperature for greedy, too.
 GREEDY_TEMPERATURE = 1e-5
 MAX_LOGPROBS = 20
+# OpenAI's bounds.
+MAX_BIAS = 100.0
+
+
+class RequestOutputKind(Enum):
+    """What each output of a stream holds: all so far, what is new since the one before, or only the end is told."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+class Grammar(Protocol):
+    """Which tokens may come next, for one sequence. Called by the engine, from one thread at a time.
+
+    Before a token is sampled `fill_mask` is asked, after it `accept` is told; so the grammar has accepted exactly the
+    tokens of the output, whatever preemption does. An exception in it, a mask that allows nothing or a token that it
+    does not accept ends its own request with an error, and no other.
+    """
+
+    @property
+    def is_terminated(self) -> bool:
+        """Nothing can follow. Asked after `accept`; ends the sequence, with finish_reason "stop"."""
+
+    def fill_mask(self, row: np.ndarray) -> None:
+        """Writes what may come next: bit i % 32 of row[i // 32] is set if token i is allowed.
+
+        row: [ceil(vocab_size / 32)] int32, all bits set when it is handed over.
+        """
+
+    def accept(self, token_ids: list[int]) -> bool:
+        """Moves on over new tokens of the output; False if they are not allowed."""
 
 
 def _check_number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
@@ -27,6 +64,11 @@ def _check_int(name: str, value: object, low: int, high: float = math.inf) -> No
     if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
         limit = f"of at least {low}" if high == math.inf else f"from {low} to {high:.0f}"
         raise ValueError(f"{name} is {value!r}; it must be an integer {limit}")
+
+
+def _check_token_id(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not hasattr(value, "__index__") or int(value) < 0:
+        raise ValueError(f"{name} contains {value!r}; token ids are non-negative integers")
 
 
 def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
@@ -58,6 +100,15 @@ class SamplingParams:
         distribution (before penalties, temperature and filters). None returns none.
     skip_special_tokens: control tokens are left out of the text.
     detokenize: False leaves `text` empty; stop strings then cannot work and are refused.
+    n: completions of the prompt. The i-th one's seed is the request's plus i.
+    prompt_logprobs: the same as `logprobs`, for the tokens of the prompt. Their request uses no cached blocks.
+    logit_bias: token id to what is added to its logit, from -100 to 100.
+    allowed_token_ids: only these can be sampled.
+    bad_words: texts that the output must not contain: the last token of their tokenization (and of that with a space
+        before) cannot follow the others.
+    output_kind: of a stream (`AsyncLLM.generate`).
+
+    Where min_tokens and bad_words would leave none of the tokens that allowed_token_ids or a grammar allow, these win.
     """
 
     temperature: float = 1.0
@@ -77,6 +128,12 @@ class SamplingParams:
     skip_special_tokens: bool = True
     detokenize: bool = True
     logprobs: int | None = None
+    n: int = 1
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
         _check_number("temperature", self.temperature, 0.0, math.inf)
@@ -92,12 +149,40 @@ class SamplingParams:
         _check_int("min_tokens", self.min_tokens, 0)
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})")
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _check_int("n", self.n, 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            allowed = ", ".join(kind.name for kind in RequestOutputKind)
+            raise ValueError(f"output_kind is {self.output_kind!r}; it must be a RequestOutputKind: {allowed}")
         self._normalize_stops()
+        self._normalize_constraints()
+
+    def _normalize_constraints(self) -> None:
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, Mapping):
+                raise ValueError(f"logit_bias is {self.logit_bias!r}; it must be a dict from token id to bias")
+            for token_id, bias in self.logit_bias.items():
+                _check_token_id("logit_bias", token_id)
+                _check_number(f"logit_bias[{token_id}]", bias, -MAX_BIAS, MAX_BIAS)
+            biases = {int(token_id): float(bias) for token_id, bias in self.logit_bias.items()}
+            object.__setattr__(self, "logit_bias", biases or None)
+        if self.allowed_token_ids is not None:
+            ids = _as_tuple("allowed_token_ids", self.allowed_token_ids)
+            if not ids:
+                raise ValueError("allowed_token_ids is empty; it must name at least one token, or be None")
+            for token_id in ids:
+                _check_token_id("allowed_token_ids", token_id)
+            object.__setattr__(self, "allowed_token_ids", tuple(int(token_id) for token_id in ids))
+        words = (self.bad_words,) if isinstance(self.bad_words, str) else _as_tuple("bad_words", self.bad_words)
+        for word in words:
+            if not isinstance(word, str) or not word.strip():
+                raise ValueError(f"bad_words contains {word!r}; bad words must be strings that are not blank")
+        object.__setattr__(self, "bad_words", words)
 
     def _normalize_stops(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
@@ -108,8 +193,7 @@ class SamplingParams:
             raise ValueError("stop strings need detokenize=True, since they are searched in the text")
         ids = _as_tuple("stop_token_ids", self.stop_token_ids)
         for token_id in ids:
-            if isinstance(token_id, bool) or not hasattr(token_id, "__index__") or int(token_id) < 0:
-                raise ValueError(f"stop_token_ids contains {token_id!r}; token ids are non-negative integers")
+            _check_token_id("stop_token_ids", token_id)
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(int(token_id) for token_id in ids))
 

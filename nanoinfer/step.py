@@ -6,9 +6,19 @@ what it already knows. Order of effects on a rank: `forget_all`, `dropped`, `new
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from nanoinfer.sampling_params import SamplingParams
+
+
+def token_bitmask(token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
+    """[ceil(vocab_size / 32)] int32: bit i % 32 of word i // 32 is set for each of the ids."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    bits[list(token_ids)] = 1
+    return np.packbits(bits, bitorder="little").view("<i4")
 
 
 @dataclass(frozen=True)
@@ -17,6 +27,8 @@ class NewSequence:
 
     seed: what the draws of this sequence depend on, beside the output index; an unsigned 64-bit integer.
     stop_token_ids: every id that would end it, for `min_tokens`.
+    prompt_logprobs: how many best tokens to report beside each prompt token; None where it is not asked for, or known.
+    bad_words: as token ids.
     """
 
     seq_id: int
@@ -27,6 +39,8 @@ class NewSequence:
     params: SamplingParams
     seed: int
     stop_token_ids: tuple[int, ...]
+    prompt_logprobs: int | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -37,6 +51,7 @@ class SchedulerOutput:
     new_block_ids: blocks appended to the tables of sequences that the ranks already know.
     dropped: sequences that finished, were aborted or preempted since the last plan; unknown ids are not an error.
     forget_all: the ranks drop every row first (set after a step that failed, when what they know is uncertain).
+    bitmasks: which tokens may be sampled, by sequence id; [ceil(vocab_size / 32)] int32, a set bit allows.
     """
 
     new: list[NewSequence] = field(default_factory=list)
@@ -44,6 +59,7 @@ class SchedulerOutput:
     new_block_ids: dict[int, list[int]] = field(default_factory=dict)
     dropped: list[int] = field(default_factory=list)
     forget_all: bool = False
+    bitmasks: dict[int, np.ndarray] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -52,7 +68,7 @@ class SchedulerOutput:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Raw log-probabilities at one output position: the chosen token's first, then the best ones, best first."""
+    """Raw log-probabilities at one position: the chosen token's first, then the best ones, best first."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -61,10 +77,14 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Per sequence that sampled: its new token ids (one today; several when speculating), logprobs where asked."""
+    """Per sequence that sampled: its new token ids (one today; several when speculating), logprobs where asked.
+
+    prompt_logprobs: where asked, of the prompt tokens that follow the tokens that this step computed.
+    """
 
     token_ids: dict[int, list[int]] = field(default_factory=dict)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,12 @@
 
 import os
 
+import pytest
+
 # Before torch is imported, and inherited by rank processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--load-requests", type=int, default=150, help="requests of the server's load test")

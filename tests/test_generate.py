@@ -182,7 +182,7 @@ def test_a_conversation_hits_the_answer_that_was_generated() -> None:
         computed = len(history) + B
         history = history + output.token_ids + random_prompt(rng, 5)
         followup = llm.engine.scheduler.block_manager
-        seq = llm.engine.input_processor.process([history], greedy(1))[0][1]
+        seq = llm.engine.input_processor.process([history], greedy(1))[0][1][0]
         assert len(followup.match_prefix(seq.token_ids, seq.prefix, b"")) == computed // B
 
 

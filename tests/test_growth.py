@@ -77,9 +77,9 @@ def test_points_are_measured_through_the_worker(tmp_path: Path, monkeypatch: pyt
 
         def watched(batch: Any) -> torch.Tensor:
             lengths.append(batch.seq_lens.tolist())
-            logits = forward(batch)
-            assert torch.isfinite(logits).all()
-            return logits
+            hidden = forward(batch)
+            assert torch.isfinite(hidden).all()
+            return hidden
 
         monkeypatch.setattr(runner, "forward", watched)
         monkeypatch.setattr(growth, "_ROUNDS", 1)

@@ -28,7 +28,8 @@ class ForwardBatch:
     query_start_loc: [num_seqs + 1] int32, on the CPU; seq_lens: [num_seqs] int32, on the CPU: tokens with keys and
         values when the step is done, the query tokens included.
     block_tables: [num_seqs, max_blocks] int32; entries beyond a sequence's blocks are meaningless.
-    slot_mapping: [num_tokens] int64: block * block_size + offset of each token's key and value.
+    slot_mapping: [num_tokens] int64: block * block_size + offset of each token's key and value; below zero in a padding
+        row of a CUDA graph, whose key and value are not stored.
     logits_indices: [num_sampled] int64: the tokens whose logits are wanted.
     plan: what the backend prepared for this step.
     """
@@ -86,11 +87,22 @@ class AttentionBackend(ABC):
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.scale = head_dim**-0.5
+        # Of the keys and values, known once they are allocated.
+        self.dtype: torch.dtype | None = None
 
     @classmethod
     @abstractmethod
-    def rejects(cls, model_config: ModelConfig, device: str) -> str | None:
-        """Why this backend can't run the model on that kind of device, or None if it can."""
+    def rejects(
+        cls,
+        model_config: ModelConfig,
+        device: str,
+        dtype: torch.dtype | None = None,
+        block_size: int | None = None,
+    ) -> str | None:
+        """Why this backend can't run the model on that kind of device, or None if it can.
+
+        dtype, block_size: of the keys and values; None where that is not decided yet.
+        """
 
     def bytes_per_block(self, num_layers: int, block_size: int, dtype: torch.dtype) -> int:
         """Keys and values of all layers, in bytes; int8 ones with their scales."""
@@ -108,11 +120,20 @@ class AttentionBackend(ABC):
     ) -> KVCache:
         """dtype: the model's; kv_dtype: what keys and values are stored in, if not that."""
         shape = (2, num_layers, num_blocks, self.num_kv_heads, block_size, self.head_dim)
-        return KVCache(torch.empty(shape, dtype=kv_dtype or dtype, device=device))
+        self.dtype = kv_dtype or dtype
+        return KVCache(torch.empty(shape, dtype=self.dtype, device=device))
 
     @abstractmethod
     def plan(self, batch: ForwardBatch, block_size: int) -> object:
         """What depends on the batch but not on the layer. The runner puts it in `batch.plan`."""
+
+    def plan_decode(self, block_tables: torch.Tensor, seq_lens: torch.Tensor, max_seq_len: int) -> object:
+        """The plan of a step with one query per sequence, from what is on the device alone: a CUDA graph can hold it.
+
+        block_tables: [n, columns]; seq_lens: [n] int32, each at most max_seq_len, 0 for padding. Only asked of backends
+        with `supports_cuda_graph`.
+        """
+        raise NotImplementedError
 
     def prepare(
         self,

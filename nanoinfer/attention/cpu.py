@@ -99,7 +99,13 @@ class CPUAttention(AttentionBackend):
         self._scratch: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
-    def rejects(cls, model_config: ModelConfig, device: str) -> str | None:
+    def rejects(
+        cls,
+        model_config: ModelConfig,
+        device: str,
+        dtype: torch.dtype | None = None,
+        block_size: int | None = None,
+    ) -> str | None:
         return None if device == "cpu" else f"it runs on the CPU, not on {device!r}"
 
     def allocate(

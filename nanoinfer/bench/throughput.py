@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import random
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 
+from nanoinfer.bench import gpu_check
 from nanoinfer.bench.floor import Floor
 from nanoinfer.bench.growth import markdown, measure_growth, plot
 from nanoinfer.bench.host_time import measure_host_time
@@ -31,7 +33,7 @@ from nanoinfer.bench.memory import reset_peak_rss, rss_beyond
 from nanoinfer.bench.quality import measure_quality, quality_markdown
 from nanoinfer.bench.step_overhead import measure_step_overhead
 from nanoinfer.bench.workload import MAX_TOKEN_ID, PRESETS, QWEN3_0_6B, SHAPE_ONLY, Workload, open_llm
-from nanoinfer.config import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, EngineConfig, ModelConfig
+from nanoinfer.config import ATTENTION_BACKENDS, DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, EngineConfig, ModelConfig
 from nanoinfer.llm import LLM
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.step import StepStats
@@ -178,6 +180,9 @@ def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, EngineCo
         "--growth", action="store_true", help="measure decode steps over sequences and contexts instead"
     )
     parser.add_argument("--plot", help="with --growth: the SVG file to write; default: growth.svg")
+    parser.add_argument(
+        "--gpu-check", action="store_true", help="check and measure all that needs a GPU instead; writes gpu-check.json"
+    )
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of the report")
     engine = parser.add_argument_group("options of nanoinfer.LLM, which has the defaults where none is stated")
     engine.add_argument("--max-model-len", type=int, help="default: 2048 for w1, 4096 for nano-vllm")
@@ -189,6 +194,7 @@ def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, EngineCo
     engine.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, help="of keys and values")
     engine.add_argument("--quantization", choices=QUANTIZATIONS, help="of the weights, when they are loaded")
     engine.add_argument("--enforce-eager", action="store_true", default=None)
+    engine.add_argument("--attention-backend", choices=ATTENTION_BACKENDS)
     args = parser.parse_args(argv)
     try:
         settle(args)
@@ -239,6 +245,8 @@ def settle_growth(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args, config = parse_args(argv)
+    if args.gpu_check:
+        sys.exit(gpu_check.main())
     others: dict[str, Callable[[], dict[str, Any]]] = {
         "step_overhead": measure_step_overhead,
         "host_only": measure_host_time,

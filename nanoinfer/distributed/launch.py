@@ -15,11 +15,22 @@ from nanoinfer.distributed.group import ParallelGroups, ProcessGroup
 _NEVER = timedelta(days=7)
 
 
+def check_devices(size: int, num_devices: int) -> None:
+    """Raises ValueError unless there is a GPU for every one of `size` ranks."""
+    if size > num_devices:
+        raise ValueError(
+            f"tensor_parallel_size is {size}, and torch sees {num_devices} CUDA device(s); each rank needs one of its "
+            "own: lower tensor_parallel_size, or let the process see more (CUDA_VISIBLE_DEVICES)"
+        )
+
+
 def join(rank: int, size: int, rendezvous_file: str, device: str) -> ParallelGroups:
     """Meets the other ranks through a file that is new for every engine, and speaks over the loopback interface.
 
     Neither the hostname nor any network is looked at, and no port is chosen: any number of engines run side by side.
     """
+    if device == "cuda":
+        check_devices(size, torch.cuda.device_count())
     if size == 1:
         return ParallelGroups.single()
     # Over what the user may have set for programs that span machines: this is a process of ours, and spans none.

@@ -6,6 +6,8 @@ are ValueErrors that name the prompt's index, what was given and what is allowed
 
 from __future__ import annotations
 
+import copy
+import itertools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,20 +18,22 @@ import numpy as np
 import xxhash
 
 from nanoinfer.engine import sequence
-from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.sampling_params import Grammar, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# One prompt: text, token ids, or vLLM's dicts {"prompt": text} and {"prompt_token_ids": ids}.
+# One prompt: text, token ids, or vLLM's dicts {"prompt": text} and {"prompt_token_ids": ids}, which may bring a
+# "cache_salt": blocks are shared only under equal salts.
 Prompt = str | Sequence[int] | np.ndarray | Mapping[str, Any]
-_PROMPT_KEYS = {"prompt", "prompt_token_ids"}
+_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 
 
 @dataclass(frozen=True)
 class ProcessedPrompt:
     text: str | None
     token_ids: list[int]
+    cache_salt: str = ""
 
 
 def as_prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
@@ -64,20 +68,33 @@ class InputProcessor:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.default_params = default_params
         self.seed = seed
-        self._num_sequences = 0
+        # May be called from several threads, hence not a number that is added to.
+        self._seq_ids = itertools.count()
 
     def process(
         self,
         prompts: Prompt | Iterable[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
-    ) -> list[tuple[ProcessedPrompt, sequence.Sequence]]:
-        """Checks a whole call. Raises ValueError; nothing has happened then."""
+        grammar: Grammar | None = None,
+    ) -> list[tuple[ProcessedPrompt, list[sequence.Sequence]]]:
+        """Checks a whole call, whose prompts become `n` sequences each. Raises ValueError; nothing has happened then.
+
+        grammar: a fresh one, of which each sequence gets a copy (copy.deepcopy) if there is more than one.
+        """
         prompt_list = as_prompt_list(prompts)
         params_list = self._match_params(params, len(prompt_list))
         processed = [self._prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompt_list)]
         for i, one in enumerate(params_list):
             self._check_params(one, f"params[{i}]" if isinstance(params, Sequence) else "params")
-        return [(prompt, self._sequence(prompt, one)) for prompt, one in zip(processed, params_list, strict=True)]
+        made = [(prompt, self._sequences(prompt, one)) for prompt, one in zip(processed, params_list, strict=True)]
+        if grammar is not None:
+            sequences = [seq for _, group in made for seq in group]
+            try:
+                for seq in sequences:
+                    seq.grammar = copy.deepcopy(grammar) if len(sequences) > 1 else grammar
+            except TypeError as error:
+                raise ValueError(f"the grammar cannot be copied, which several completions need: {error}") from error
+        return made
 
     def render_chat(self, messages: Any, where: str, **template_options: Any) -> dict[str, Any]:
         """A conversation through the checkpoint's chat template, up to where the assistant answers, as a prompt."""
@@ -117,10 +134,14 @@ class InputProcessor:
     def _prompt(self, prompt: Prompt, where: str) -> ProcessedPrompt:
         text: Any = None
         ids: Any = prompt
+        salt: Any = None
         if isinstance(prompt, Mapping):
             if surplus := sorted(set(prompt) - _PROMPT_KEYS):
                 raise ValueError(f"{where} has the keys {surplus}; allowed are {sorted(_PROMPT_KEYS)}")
             text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            salt = prompt.get("cache_salt")
+            if salt is not None and (not isinstance(salt, str) or not salt):
+                raise ValueError(f"{where}: 'cache_salt' is {salt!r}; it must be a non-empty string")
             if text is None and ids is None:
                 raise ValueError(f"{where} is {dict(prompt)!r}; it needs 'prompt' or 'prompt_token_ids'")
         elif isinstance(prompt, str):
@@ -136,7 +157,7 @@ class InputProcessor:
                 f"{where} has {len(token_ids)} tokens; at most {limit} are allowed (max_model_len "
                 f"{self.max_model_len} less one for the output)"
             )
-        return ProcessedPrompt(text, token_ids)
+        return ProcessedPrompt(text, token_ids, salt or "")
 
     def _tokenize(self, text: str | None, where: str) -> list[int]:
         if self.tokenizer is None:
@@ -161,28 +182,55 @@ class InputProcessor:
         return token_ids
 
     def _check_params(self, params: SamplingParams, where: str) -> None:
-        for token_id in params.stop_token_ids:
-            if token_id >= self.vocab_size:
-                raise ValueError(
-                    f"{where}: stop_token_ids contains {token_id}; the vocabulary is 0 to {self.vocab_size - 1}"
-                )
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            for token_id in getattr(params, name) or ():
+                if token_id >= self.vocab_size:
+                    raise ValueError(
+                        f"{where}: {name} contains {token_id}; the vocabulary is 0 to {self.vocab_size - 1}"
+                    )
         if params.stop and self.tokenizer is None:
             raise ValueError(f"{where}: stop strings need a tokenizer, and this checkpoint has none")
+        if params.bad_words and self.tokenizer is None:
+            raise ValueError(f"{where}: bad_words need a tokenizer, and this checkpoint has none")
 
-    def _sequence(self, prompt: ProcessedPrompt, params: SamplingParams) -> sequence.Sequence:
-        seq_id = self._num_sequences
-        self._num_sequences += 1
+    def _sequences(self, prompt: ProcessedPrompt, params: SamplingParams) -> list[sequence.Sequence]:
+        bad_words = self._bad_words(params)
+        group: list[sequence.Sequence] = []
         seed = params.seed
-        if seed is None:
-            seed = xxhash.xxh3_64_intdigest(seq_id.to_bytes(8, "little"), seed=self.seed % 2**64)
-        return sequence.Sequence(
-            seq_id=seq_id,
-            token_ids=prompt.token_ids,
-            params=params,
-            seed=seed % 2**64,
-            max_tokens=min(params.max_tokens, self.max_model_len - len(prompt.token_ids)),
-            eos_token_ids=self.eos_token_ids,
-        )
+        for index in range(params.n):
+            seq_id = next(self._seq_ids)
+            if seed is None:
+                seed = xxhash.xxh3_64_intdigest(seq_id.to_bytes(8, "little"), seed=self.seed % 2**64)
+            group.append(
+                sequence.Sequence(
+                    seq_id=seq_id,
+                    token_ids=list(prompt.token_ids) if group else prompt.token_ids,
+                    params=params,
+                    seed=(seed + index) % 2**64,
+                    max_tokens=min(params.max_tokens, self.max_model_len - len(prompt.token_ids)),
+                    eos_token_ids=self.eos_token_ids,
+                    cache_key=prompt.cache_salt.encode(),
+                    index=index,
+                    leader=group[0] if group else None,
+                    bad_words=bad_words,
+                )
+            )
+        return group
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """The token ids of each word, at a text's beginning and (if the space is part of its first token) within.
+
+        The rule is vLLM's.
+        """
+        found = []
+        for word in params.bad_words:
+            assert self.tokenizer is not None
+            plain = tuple(self.tokenizer(word.lstrip(), add_special_tokens=False)["input_ids"])
+            spaced = tuple(self.tokenizer(" " + word.lstrip(), add_special_tokens=False)["input_ids"])
+            found.append(plain)
+            if spaced[0] != plain[0] and len(spaced) == len(plain):
+                found.append(spaced)
+        return tuple(found)
 
 
 def _as_int(value: Any, where: str) -> int:

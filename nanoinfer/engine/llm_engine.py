@@ -17,6 +17,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from nanoinfer.config import EngineConfig, ModelConfig, SchedulerConfig, token_id_list
 from nanoinfer.engine import sequence
 from nanoinfer.engine.checkpoint import find_checkpoint, load_generation_config, load_tokenizer
@@ -28,8 +30,8 @@ from nanoinfer.engine.sequence import FinishReason
 from nanoinfer.executor.base import Executor
 from nanoinfer.executor.multiproc import MultiprocExecutor
 from nanoinfer.executor.uniproc import UniprocExecutor
-from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.step import KVCacheCapacity, SchedulerOutput, StepResult, StepStats
+from nanoinfer.sampling_params import Grammar, SamplingParams
+from nanoinfer.step import KVCacheCapacity, SchedulerOutput, StepResult, StepStats, token_bitmask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -78,7 +80,10 @@ class LLMEngine:
             seed=self.seed,
         )
         self.on_step: Callable[[StepStats], None] | None = None
+        # The sequences that the last step brought on or to their end.
+        self.changed: list[sequence.Sequence] = []
         self._to_abort: deque[Request] = deque()
+        self._has_grammars = False
         # Whether a step failed since texts were last brought in line with tokens.
         self._is_uncertain = False
 
@@ -99,41 +104,63 @@ class LLMEngine:
         return requests
 
     def prepare(
-        self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        request_id: str | None = None,
+        grammar: Grammar | None = None,
     ) -> list[Request]:
-        """Checks a call's prompts and makes its requests. Queues nothing yet. Raises ValueError on bad input."""
-        processed = self.input_processor.process(prompts, params)
-        return [self.output_processor.make_request(prompt.text, seq) for prompt, seq in processed]
+        """Checks a call's prompts and makes its requests. Queues nothing yet. Raises ValueError on bad input.
+
+        grammar: of all of them; each sequence gets a copy (copy.deepcopy) if there are several. Safe in any thread.
+        """
+        processed = self.input_processor.process(prompts, params, grammar)
+        make_request = self.output_processor.make_request
+        return [make_request(prompt.text, sequences, request_id) for prompt, sequences in processed]
 
     def add(self, requests: Iterable[Request]) -> None:
         """Queues prepared requests. If it is interrupted, `abort` takes back any of them, queued or not."""
         for request in requests:
-            self.output_processor.requests[request.seq.seq_id] = request
-            self.scheduler.add(request.seq)
+            for completion in request.completions:
+                self._has_grammars |= completion.seq.grammar is not None
+                self.output_processor.requests[completion.seq.seq_id] = request
+                self.scheduler.add(completion.seq)
 
     def abort(self, requests: Iterable[Request]) -> None:
         """Ends requests that are not finished, with finish_reason "abort", and frees their blocks."""
         for request in requests:
-            self.scheduler.abort(request.seq)
+            for completion in request.completions:
+                self.scheduler.abort(completion.seq)
             self.output_processor.drop(request)
 
     def abort_later(self, request: Request) -> None:
         """Aborts before the next step. Safe at any moment, in any thread."""
         self._to_abort.append(request)
 
-    def step(self) -> list[Request]:
-        """Runs one step. Returns the requests that it finished."""
+    def step(self, meanwhile: Callable[[], None] | None = None) -> list[Request]:
+        """Runs one step. Returns the requests that it finished.
+
+        meanwhile: called when the step is on its way, before it is waited for. If ranks run in processes of their own,
+        what it does costs no time.
+        """
         start = perf_counter()
+        self.changed = []
         while self._to_abort:
             self.abort([self._to_abort[0]])
             self._to_abort.popleft()  # only now: interrupted before, it is aborted again, which does nothing
         try:
             num_preemptions = self.scheduler.num_preemptions
             plan = self.scheduler.schedule()
+            if self._has_grammars:
+                self._fill_bitmasks(plan)
             observe = self._observation(plan, num_preemptions) if self.on_step else None
             execute_start = perf_counter()
             is_empty = not (plan.num_scheduled_tokens or plan.dropped or plan.forget_all)
-            result = StepResult() if is_empty else self.executor.submit(plan).result()
+            handle = None if is_empty else self.executor.submit(plan)
+            if meanwhile is not None:
+                meanwhile()
+            result = StepResult() if handle is None else handle.result()
             execute_seconds = perf_counter() - execute_start
             self._process(self.scheduler.update(plan, result))
         except BaseException:
@@ -148,8 +175,41 @@ class LLMEngine:
         if self._is_uncertain:
             changed = self.output_processor.restart()
             self._is_uncertain = False
+        if self._has_grammars:
+            for seq in changed:
+                self._advance_grammar(seq)
         for seq, stop in self.output_processor.process(changed):
             self.scheduler.finish(seq, FinishReason.STOP, stop)
+        self.changed = changed
+
+    def _advance_grammar(self, seq: sequence.Sequence) -> None:
+        """After a step. What goes wrong in a grammar is its own request's business."""
+        if seq.grammar is None or seq.is_finished:
+            return
+        try:
+            is_over = seq.advance_grammar()
+        except Exception as error:
+            seq.error = error
+            self.scheduler.finish(seq, FinishReason.ERROR)
+        else:
+            if is_over:
+                self.scheduler.finish(seq, FinishReason.STOP)
+
+    def _fill_bitmasks(self, plan: SchedulerOutput) -> None:
+        """Asks the grammars of the rows that sample in this step."""
+        for seq_id, num_tokens in plan.num_scheduled_tokens.items():
+            seq = self.scheduler.sequences[seq_id]
+            if seq.grammar is None or seq.num_computed_tokens + num_tokens != seq.num_tokens:
+                continue
+            try:
+                # It has been told all tokens, unless the last step was interrupted.
+                if seq.advance_grammar():
+                    self.scheduler.finish_scheduled(seq, FinishReason.STOP)
+                else:
+                    plan.bitmasks[seq_id] = _bitmask(seq, self.model_config.vocab_size)
+            except Exception as error:
+                seq.error = error
+                self.scheduler.finish_scheduled(seq, FinishReason.ERROR)
 
     def _observation(self, plan: SchedulerOutput, preemptions_before: int) -> Callable[[float, float], StepStats]:
         """What a plan will do, as StepStats that wait for its times. Before `update`, which moves the sequences on."""
@@ -188,8 +248,23 @@ class LLMEngine:
 
 def _make_executor(config: EngineConfig, model_config: ModelConfig, model_dir: Path, seed: int) -> Executor:
     model_config.check_tensor_parallel(config.tensor_parallel_size)
-    kind = UniprocExecutor if config.tensor_parallel_size == 1 else MultiprocExecutor
+    backend = config.distributed_executor_backend or ("uni" if config.tensor_parallel_size == 1 else "mp")
+    kind = UniprocExecutor if backend == "uni" else MultiprocExecutor
     return kind(config, model_config, model_dir, seed)
+
+
+def _bitmask(seq: sequence.Sequence, vocab_size: int) -> np.ndarray:
+    """What its grammar and its parameters allow. Raises what the grammar raises, ValueError if that is nothing."""
+    assert seq.grammar is not None
+    mask = np.full(-(-vocab_size // 32), -1, np.int32)
+    seq.grammar.fill_mask(mask)
+    if seq.params.allowed_token_ids is not None:
+        mask &= token_bitmask(seq.params.allowed_token_ids, vocab_size)
+    if vocab_size % 32:
+        mask[-1] &= (1 << vocab_size % 32) - 1
+    if not mask.any():
+        raise ValueError("the grammar allows no token here")
+    return mask
 
 
 def _default_params(model_dir: Path, generation_config: dict[str, Any]) -> SamplingParams:

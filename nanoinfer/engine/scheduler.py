@@ -9,12 +9,14 @@ into budget that the running ones left over, whoever decodes gets its token in e
 
 When blocks run out, the newest running sequence is preempted: its blocks are released and it goes to the head of the
 queue, to be recomputed (mostly from the prefix cache). So `running` stays in the order of arrival, and the oldest
-sequence always makes progress.
+sequence always makes progress. There is one exception: the further sequences of a request with several completions wait
+until the first one has read the prompt, to find its blocks in the prefix cache; meanwhile others pass them.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from time import monotonic
 
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.engine.block_manager import BlockManager
@@ -64,6 +66,11 @@ class Scheduler:
         if not seq.is_finished:
             self.finish(seq, FinishReason.ABORT)
 
+    def finish_scheduled(self, seq: Sequence, reason: FinishReason) -> None:
+        """Ends a sequence of the plan that `schedule` has just made; the next `update` reports it."""
+        self.finish(seq, reason)
+        self._ended_in_schedule.append(seq)
+
     def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         if seq.status is SequenceStatus.WAITING and seq in self.waiting:
             self.waiting.remove(seq)
@@ -95,10 +102,10 @@ class Scheduler:
             num_tokens = min(seq.num_tokens - num_started, budget)
             if num_tokens <= 0:
                 continue  # its next token is still in flight
-            new_blocks = self._grow(seq, num_started + num_tokens)
-            if new_blocks is None:
-                continue
-            if new_blocks:
+            if num_started + num_tokens > len(seq.block_table) * self.config.block_size:
+                new_blocks = self._grow(seq, num_started + num_tokens)
+                if new_blocks is None:
+                    continue
                 plan.new_block_ids[seq.seq_id] = new_blocks
             plan.num_scheduled_tokens[seq.seq_id] = num_tokens
             seq.num_inflight_tokens += num_tokens
@@ -131,9 +138,15 @@ class Scheduler:
 
     def _admit(self, plan: SchedulerOutput, budget: int) -> None:
         manager = self.block_manager
+        passed: list[Sequence] = []
         while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
             seq = self.waiting[0]
-            cached = manager.match_prefix(seq.token_ids, seq.prefix, seq.cache_key)
+            if seq.leader is not None and self._is_reading(seq.leader):
+                passed.append(self.waiting.popleft())
+                continue
+            cached: list[int] = []
+            if not seq.lacks_prompt_logprobs:
+                cached = manager.match_prefix(seq.token_ids, seq.prefix, seq.cache_key)
             num_cached = len(cached) * manager.block_size
             num_tokens = min(seq.num_tokens - num_cached, budget)
             num_new = manager.num_blocks_for(num_cached + num_tokens) - len(cached)
@@ -156,10 +169,17 @@ class Scheduler:
             self.running[seq.seq_id] = seq
             if seq.num_cached_tokens is None:
                 seq.num_cached_tokens = num_cached
+                seq.first_scheduled_time = monotonic()
                 manager.count_query(seq.num_tokens, num_cached)
             plan.new.append(self._introduce(seq))
             plan.num_scheduled_tokens[seq.seq_id] = num_tokens
             budget -= num_tokens
+        self.waiting.extendleft(reversed(passed))
+
+    def _is_reading(self, leader: Sequence) -> bool:
+        """Whether blocks of its prompt that others are to share are still to come."""
+        can_share = self.config.enable_prefix_caching and leader.num_prompt_tokens > self.config.block_size
+        return can_share and not leader.num_output_tokens and not leader.is_finished
 
     def _introduce(self, seq: Sequence) -> NewSequence:
         return NewSequence(
@@ -171,11 +191,14 @@ class Scheduler:
             params=seq.params,
             seed=seq.seed,
             stop_token_ids=seq.stop_token_ids,
+            prompt_logprobs=seq.params.prompt_logprobs if seq.lacks_prompt_logprobs else None,
+            bad_words=seq.bad_words,
         )
 
     def update(self, plan: SchedulerOutput, result: StepResult) -> list[Sequence]:
         """Takes in what a step computed. Returns the sequences that got tokens or ended, aborted ones aside."""
         changed, self._ended_in_schedule = self._ended_in_schedule, []
+        block_size = self.block_manager.block_size
         for seq_id, num_tokens in plan.num_scheduled_tokens.items():
             seq = self.sequences.get(seq_id)
             if seq is None:
@@ -187,16 +210,19 @@ class Scheduler:
                 if seq.num_inflight_tokens == 0:
                     self._retire(seq)
                 continue
-            block_size = self.block_manager.block_size
             first, last = num_before // block_size, seq.num_computed_tokens // block_size
             if first < last:
                 self.block_manager.register(seq.token_ids, seq.prefix, seq.cache_key, seq.block_table, first, last)
+            if result.prompt_logprobs and seq_id in result.prompt_logprobs:
+                # After a preemption some are told again.
+                entries = result.prompt_logprobs[seq_id]
+                seq.prompt_logprobs += entries[len(seq.prompt_logprobs) - num_before :]
             new_token_ids = result.token_ids.get(seq_id)
             if not new_token_ids:
                 continue
             for i, token_id in enumerate(new_token_ids):
                 seq.token_ids.append(token_id)
-                if seq_id in result.logprobs:
+                if result.logprobs and seq_id in result.logprobs:
                     seq.logprobs.append(result.logprobs[seq_id][i])
                 seq.check_stop()
                 if seq.is_finished:
@@ -243,8 +269,9 @@ class Scheduler:
         assert all(s.status is SequenceStatus.WAITING and not s.block_table for s in waiting)
         assert all(s.status is SequenceStatus.RUNNING or s.num_inflight_tokens for s in running)
         assert len({s.seq_id for s in running + waiting}) == len(running) + len(waiting) == len(self.sequences)
-        order = [s.seq_id for s in running + waiting]
-        assert order == list(self.sequences), "running and waiting are not in the order of arrival"
+        order = [s.seq_id for s in running + waiting if s.leader is None]
+        arrived = [s.seq_id for s in self.sequences.values() if s.leader is None]
+        assert order == arrived, "running and waiting are not in the order of arrival"
         assert len(running) <= self.config.max_num_seqs
         for seq in running:
             covered = seq.num_computed_tokens + seq.num_inflight_tokens

@@ -26,6 +26,12 @@ class StepHandle(ABC):
 
 
 class Executor(ABC):
+    # Whether a step runs apart from its caller, between `submit` and `result`.
+    runs_apart = False
+
+    def check_health(self) -> None:  # noqa: B027
+        """Raises EngineDeadError if a rank is dead. Between steps; within one, the step tells."""
+
     @abstractmethod
     def capacity(self) -> KVCacheCapacity:
         """The least of what the ranks report."""

@@ -85,6 +85,7 @@ class _Rank:
 class MultiprocExecutor(Executor):
     """Raises ValueError if the ranks find the model or the options unusable, EngineDeadError if one fails otherwise."""
 
+    runs_apart = True
     # The module that a rank process runs; tests put one here that fails on purpose.
     worker_module = "nanoinfer.executor.worker_main"
 
@@ -139,6 +140,12 @@ class MultiprocExecutor(Executor):
         self._num_submitted += 1
         self._broadcast(Step(self._num_submitted, plan))
         return _Pending(self, self._num_submitted, monotonic() + self._timeout)
+
+    def check_health(self) -> None:
+        if self._death is not None:
+            raise EngineDeadError(f"the engine is dead: {self._death}")
+        if any(rank.process.poll() is not None for rank in self._ranks):
+            self._blame({})
 
     def close(self) -> None:
         self._finalizer()

@@ -162,3 +162,103 @@ def sampling_weights(logits: torch.Tensor, best: torch.Tensor, inverse_temperatu
     """exp((logit - best) / temperature), [rows, columns] float32; zero where that is below float32's normal numbers."""
     scaled = (logits.float() - best.unsqueeze(1)) * inverse_temperature.unsqueeze(1)
     return scaled.exp().masked_fill_(scaled < -87.0, 0.0)
+
+
+def prepare_decode(
+    rows: torch.Tensor,
+    num_computed: torch.Tensor,
+    last_token: torch.Tensor,
+    num_prompt: torch.Tensor,
+    seeds: torch.Tensor,
+    block_tables: torch.Tensor,
+    block_size: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(input_ids, positions, slots: int64; seq_lens: int32; uniforms: float64), [n] each, for one query per row.
+
+    rows, num_computed: [n]; row -1 is padding, with length 0 and slot -1. The others are kept per row: last_token,
+    num_prompt, seeds [R] (int64 with the bits of uint64), block_tables [R, columns].
+    """
+    is_live = rows >= 0
+    row = rows.where(is_live, 0).long()
+    position = num_computed.where(is_live, 0).long()
+    block = block_tables[row, position // block_size].long()
+    slots = (block * block_size + position % block_size).where(is_live, -1)
+    output_indices = position + 1 - num_prompt[row].where(is_live, 0)
+    uniforms = uniform_numbers(seeds[row].where(is_live, 0), output_indices)
+    seq_lens = (position + 1).where(is_live, 0).int()
+    return last_token[row].where(is_live, 0), position, slots, seq_lens, uniforms
+
+
+def uniform_numbers(seeds: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """In [0, 1), float64: two rounds of SplitMix64 (Steele et al., 2014) over int64 with the bits of uint64."""
+
+    def signed(value: int) -> int:
+        return value - 2**64 if value >= 2**63 else value
+
+    def shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
+        return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+    def mix(z: torch.Tensor) -> torch.Tensor:
+        z = (z ^ shifted(z, 30)) * signed(0xBF58476D1CE4E5B9)
+        z = (z ^ shifted(z, 27)) * signed(0x94D049BB133111EB)
+        return z ^ shifted(z, 31)
+
+    golden = signed(0x9E3779B97F4A7C15)
+    return shifted(mix(mix(seeds + golden) + indices * golden + golden), 32).double() * 2.0**-32
+
+
+def sampling_threshold(
+    logits: torch.Tensor,
+    best: torch.Tensor,
+    inverse_temperature: torch.Tensor,
+    min_p: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+) -> torch.Tensor:
+    """[rows] float32: the least logit that min_p, then top_k, then top_p leave in, by sorting; -inf where all are off.
+
+    best, inverse_temperature, min_p (0 is off), top_p (1 is off): [rows] float32; top_k: [rows] (0 is off). Tokens tied
+    with the last one that is kept are kept.
+    """
+    descending = logits.float().sort(dim=-1, descending=True).values
+    weights = sampling_weights(descending, best, inverse_temperature).double()
+    rank = torch.arange(logits.shape[1], device=logits.device)
+    least = torch.where(min_p > 0, best + min_p.log() / inverse_temperature, -math.inf)
+    kth = descending.gather(1, (top_k.long() - 1).clamp(0, logits.shape[1] - 1).unsqueeze(1)).squeeze(1)
+    least = torch.where((top_k > 0) & (top_k < logits.shape[1]), torch.maximum(least, kth), least)
+    weights = weights.where(descending >= least.unsqueeze(1), 0.0)
+    goal = weights.sum(dim=-1, keepdim=True) * top_p.double().unsqueeze(1)
+    last_kept = rank.where(weights.cumsum(dim=-1) >= goal, logits.shape[1] - 1).amin(dim=-1, keepdim=True)
+    return torch.where(top_p < 1, torch.maximum(least, descending.gather(1, last_kept).squeeze(1)), least)
+
+
+def draw(
+    logits: torch.Tensor,
+    best: torch.Tensor,
+    inverse_temperature: torch.Tensor,
+    least: torch.Tensor,
+    targets: torch.Tensor,
+) -> torch.Tensor:
+    """[rows] int64: the first column at which the cumulative weight of logits from `least` on exceeds `targets` [rows].
+
+    The last column with a weight where the target is not exceeded.
+    """
+    weights = sampling_weights(logits, best, inverse_temperature).where(logits.float() >= least.unsqueeze(1), 0.0)
+    column = torch.arange(logits.shape[1], device=logits.device)
+    passed = torch.searchsorted(weights.double().cumsum(dim=-1), targets.unsqueeze(1), right=True).squeeze(1)
+    return torch.minimum(passed, column.where(weights > 0, 0).amax(dim=-1))
+
+
+def penalize(
+    logits: torch.Tensor,
+    in_prompt: torch.Tensor,
+    output_counts: torch.Tensor,
+    repetition: torch.Tensor,
+    presence: torch.Tensor,
+    frequency: torch.Tensor,
+) -> torch.Tensor:
+    """The logits with vLLM's penalties. The first three: [rows, columns], logits float32; the others: [rows]."""
+    seen = in_prompt | (output_counts > 0)
+    repetition, presence, frequency = (x.unsqueeze(1) for x in (repetition, presence, frequency))
+    scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
+    return torch.where(seen, scaled, logits) - frequency * output_counts - presence * (output_counts > 0)

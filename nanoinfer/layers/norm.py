@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from nanoinfer.kernels import reference
-from nanoinfer.kernels.cpu.ops import kernels_for
+from nanoinfer.kernels.select import norm_kernels
 from nanoinfer.layers.shard import ShardSpec, whole
 
 
@@ -19,7 +19,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(size, **options), requires_grad=False)
-        self._kernels = kernels_for(**options)
+        self._kernels = norm_kernels(**options)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._kernels is not None:

@@ -5,7 +5,7 @@ the vocabulary. The number is a function of the request's seed and the output in
 batch, position, chunking or preemption. Filters are thresholds: tokens tied with the last one kept are kept, which
 makes them independent of any sorting order.
 
-The order is vLLM's: penalties, min_tokens, temperature, min_p, top_k, top_p.
+The order is vLLM's: masks, bans, biases, penalties, temperature, min_p, top_k, top_p.
 
 Under tensor parallelism each rank works on its slice of the vocabulary. Per row the ranks exchange the slice's maximum,
 its sum of weights and the winner, and all end with the same ids (ties to the lower one); for top_k and top_p also the
@@ -14,6 +14,7 @@ largest weights of each slice. Whole rows are gathered only where top_p keeps mo
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -63,12 +64,26 @@ class Penalty:
     frequency: float
 
 
+@dataclass(frozen=True)
+class Bias:
+    """token_ids: [n] int64, no two alike; values: [n] float32, added to their logits."""
+
+    token_ids: torch.Tensor
+    values: torch.Tensor
+
+    @classmethod
+    def of(cls, biases: Mapping[int, float]) -> Bias:
+        return cls(torch.tensor(list(biases)), torch.tensor(list(biases.values()), dtype=torch.float32))
+
+
 @dataclass
 class SamplingBatch:
     """How to sample the rows of a batch of logits. Arrays have one entry per row; dicts are keyed by row.
 
     temperature: 0 is greedy; top_k: 0 is off; uniforms: [0, 1), float64.
-    banned: ids that min_tokens keeps out; logprobs: the number of best tokens to report.
+    masks: which ids may be drawn, at least one: [ceil(vocab_size / 32)] int32, a set bit allows.
+    banned: ids that min_tokens or bad_words keep out.
+    logprobs: the number of best tokens to report.
     """
 
     temperature: np.ndarray
@@ -77,8 +92,15 @@ class SamplingBatch:
     min_p: np.ndarray
     uniforms: np.ndarray
     penalties: dict[int, Penalty] = field(default_factory=dict)
+    masks: dict[int, np.ndarray] = field(default_factory=dict)
     banned: dict[int, list[int]] = field(default_factory=dict)
+    biases: dict[int, Bias] = field(default_factory=dict)
     logprobs: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether any row has more than temperature and filters."""
+        return bool(self.masks or self.banned or self.biases or self.penalties)
 
 
 def uniforms(seeds: np.ndarray, output_indices: np.ndarray) -> np.ndarray:
@@ -110,35 +132,73 @@ def sample(
     for start in range(0, len(logits), _CHUNK_ROWS):
         rows = range(start, min(start + _CHUNK_ROWS, len(logits)))
         raw = logits[start : rows.stop]
-        chosen = _choose(_apply_penalties(raw, rows, batch, shard), rows, batch, shard)
+        chosen = _choose(_adjust(raw, rows, batch, shard), rows, batch, shard)
         token_ids += chosen.tolist()
         wanted = [row for row in rows if row in batch.logprobs]
         if wanted:
             local = [row - start for row in wanted]
-            logprobs |= _logprobs(raw[local].float(), chosen[local], wanted, batch.logprobs, shard)
+            logprobs |= row_logprobs(raw[local].float(), chosen[local], wanted, batch.logprobs, shard)
     return token_ids, logprobs
 
 
-def _apply_penalties(raw: torch.Tensor, rows: range, batch: SamplingBatch, shard: VocabShard) -> torch.Tensor:
-    """Penalties and bans on the rows that have them, in float32; `raw` itself, as it is, if none has."""
-    affected = [row for row in rows if row in batch.penalties or row in batch.banned]
+def token_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, num_best: int, shard: VocabShard
+) -> list[TokenLogprobs]:
+    """Raw log-probabilities of given tokens, [n], and of the best ones beside them. logits: [n, columns] as above."""
+    found: list[TokenLogprobs] = []
+    for start in range(0, len(logits), _CHUNK_ROWS):
+        raw = logits[start : start + _CHUNK_ROWS].float()
+        rows = list(range(len(raw)))
+        chunk = row_logprobs(raw, token_ids[start : start + _CHUNK_ROWS], rows, dict.fromkeys(rows, num_best), shard)
+        found += [chunk[row] for row in rows]
+    return found
+
+
+def _adjust(raw: torch.Tensor, rows: range, batch: SamplingBatch, shard: VocabShard) -> torch.Tensor:
+    """Masks, bans, biases and penalties on the rows that have them, in float32; `raw` itself, as it is, if none has."""
+    if not batch.adjusts_logits:
+        return raw
+    tables = (batch.masks, batch.banned, batch.biases, batch.penalties)
+    affected = [row for row in rows if any(row in table for table in tables)]
     if not affected:
         return raw
     processed = raw.float() if raw.dtype != torch.float32 else raw.clone()
     for row in affected:
-        if (penalty := batch.penalties.get(row)) is not None:
-            counts = penalty.counts
-            mine = slice(shard.first_id, min(shard.first_id + raw.shape[1], len(counts.output)))
-            output = counts.output[mine]
-            x = processed[row - rows.start, : len(output)]
-            seen = counts.in_prompt[mine] | (output > 0)
-            scaled = torch.where(x > 0, x / penalty.repetition, x * penalty.repetition)
-            x.copy_(torch.where(seen, scaled, x))
-            x -= penalty.frequency * output
-            x -= penalty.presence * (output > 0)
-        banned = [token_id - shard.first_id for token_id in batch.banned.get(row, ())]
-        processed[row - rows.start, [column for column in banned if 0 <= column < raw.shape[1]]] = float("-inf")
+        x = processed[row - rows.start]
+        if row in batch.masks:
+            _apply_mask(x, batch.masks[row], shard)
+        x[_own_columns(batch.banned.get(row, ()), shard, len(x))] = float("-inf")
+        if row in batch.biases:
+            columns = batch.biases[row].token_ids - shard.first_id
+            is_mine = (columns >= 0) & (columns < len(x))
+            x[columns[is_mine]] += batch.biases[row].values[is_mine]
+        if row in batch.penalties:
+            _apply_penalty(x, batch.penalties[row], shard)
     return processed
+
+
+def _apply_mask(x: torch.Tensor, words: np.ndarray, shard: VocabShard) -> None:
+    """x: one row of this rank's columns. Columns beyond the words are padding, and -inf as they are."""
+    bits = np.unpackbits(words.astype("<i4", copy=False).view(np.uint8), bitorder="little")
+    allowed = torch.from_numpy(bits[shard.first_id : shard.first_id + len(x)]).to(x.device)
+    x[: len(allowed)].masked_fill_(allowed == 0, float("-inf"))
+
+
+def _own_columns(token_ids: Sequence[int], shard: VocabShard, num_columns: int) -> list[int]:
+    columns = [token_id - shard.first_id for token_id in token_ids]
+    return [column for column in columns if 0 <= column < num_columns]
+
+
+def _apply_penalty(x: torch.Tensor, penalty: Penalty, shard: VocabShard) -> None:
+    counts = penalty.counts
+    mine = slice(shard.first_id, min(shard.first_id + len(x), len(counts.output)))
+    output = counts.output[mine]
+    x = x[: len(output)]
+    seen = counts.in_prompt[mine] | (output > 0)
+    scaled = torch.where(x > 0, x / penalty.repetition, x * penalty.repetition)
+    x.copy_(torch.where(seen, scaled, x))
+    x -= penalty.frequency * output
+    x -= penalty.presence * (output > 0)
 
 
 def _choose(logits: torch.Tensor, rows: range, batch: SamplingBatch, shard: VocabShard) -> torch.Tensor:
@@ -251,7 +311,7 @@ def _draw(
     return shard.tp.all_reduce(token_ids.where(owner == shard.tp.rank, 0)).squeeze(1)
 
 
-def _logprobs(
+def row_logprobs(
     raw: torch.Tensor, chosen: torch.Tensor, rows: list[int], num_best: dict[int, int], shard: VocabShard
 ) -> dict[int, TokenLogprobs]:
     """Of the raw distribution, for the rows of `raw` [n, columns], whose keys are `rows`. chosen: [n] ids."""

@@ -6,23 +6,52 @@ loop over tokens. Called by the model runner: `apply(plan)`, `build(plan)`, then
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from nanoinfer.attention.base import ForwardBatch
-from nanoinfer.layers.sampler import Penalty, SamplingBatch, TokenCounts, uniforms
-from nanoinfer.step import NewSequence, SchedulerOutput
+from nanoinfer.layers.sampler import Bias, Penalty, SamplingBatch, TokenCounts, uniforms
+from nanoinfer.step import NewSequence, SchedulerOutput, token_bitmask
 
 
 @dataclass
 class _Row:
-    """What only some steps need of a sequence. initial_ids: its tokens when it was introduced."""
+    """What only some steps need of a sequence.
+
+    initial_ids: its tokens when it was introduced. allowed: the bit mask of allowed_token_ids.
+    output_ids: all of its output, if it has bad words.
+    """
 
     new: NewSequence
     initial_ids: np.ndarray
     counts: TokenCounts | None
+    allowed: np.ndarray | None
+    output_ids: list[int] | None
+
+    def banned(self, output_index: int) -> list[int]:
+        """What min_tokens and bad_words keep out now."""
+        banned = list(self.new.stop_token_ids) if output_index < self.new.params.min_tokens else []
+        if self.output_ids is not None:
+            for *prefix, last in self.new.bad_words:
+                if not prefix or self.output_ids[-len(prefix) :] == prefix:
+                    banned.append(last)
+        return banned
+
+
+@dataclass(frozen=True)
+class PromptPart:
+    """Prompt tokens whose log-probabilities a step tells.
+
+    indices: [n] int64, the tokens of the batch that precede them; token_ids: [n] int64.
+    """
+
+    seq_id: int
+    indices: torch.Tensor
+    token_ids: torch.Tensor
+    num_best: int
 
 
 @dataclass(frozen=True)
@@ -33,6 +62,8 @@ class StepRows:
     rows: np.ndarray
     num_scheduled: np.ndarray
     sampled: np.ndarray
+    prompts: list[PromptPart]
+    bitmasks: Mapping[int, np.ndarray]
 
 
 class InputBatch:
@@ -54,7 +85,7 @@ class InputBatch:
         self._top_k = np.zeros(max_num_seqs, np.int64)
         self._top_p = np.zeros(max_num_seqs, np.float64)
         self._min_p = np.zeros(max_num_seqs, np.float64)
-        # Rows whose sampling needs more than the arrays: penalties, min_tokens, logprobs.
+        # Rows whose sampling needs more than the arrays: penalties, min_tokens, logprobs, and what limits the choice.
         self._special = np.zeros(max_num_seqs, bool)
 
     def __len__(self) -> int:
@@ -82,7 +113,11 @@ class InputBatch:
         counts = None
         if params.has_penalties:
             counts = TokenCounts.of(self.vocab_size, ids[: new.num_prompt_tokens], ids[new.num_prompt_tokens :])
-        self._rows[row] = _Row(new, ids, counts)
+        allowed = None
+        if params.allowed_token_ids is not None:
+            allowed = token_bitmask(params.allowed_token_ids, self.vocab_size)
+        output_ids = list(new.token_ids[new.num_prompt_tokens :]) if new.bad_words else None
+        self._rows[row] = _Row(new, ids, counts, allowed, output_ids)
         self._num_initial[row] = self._num_tokens[row] = len(ids)
         self._num_prompt[row] = new.num_prompt_tokens
         self._num_computed[row] = new.num_computed_tokens
@@ -93,7 +128,56 @@ class InputBatch:
         self._top_k[row] = max(params.top_k, 0)
         self._top_p[row] = params.top_p
         self._min_p[row] = params.min_p
-        self._special[row] = params.has_penalties or params.min_tokens > 0 or params.logprobs is not None
+        limits_choice = params.allowed_token_ids is not None or params.logit_bias is not None or bool(new.bad_words)
+        with_logprobs = params.logprobs is not None
+        self._special[row] = params.has_penalties or params.min_tokens > 0 or with_logprobs or limits_choice
+
+    def row_of(self, seq_id: int) -> int:
+        return self._row_of[seq_id]
+
+    def num_blocks(self, row: int) -> int:
+        return int(self._num_blocks[row])
+
+    def row_settings(self, rows: np.ndarray) -> list[np.ndarray]:
+        """Of those rows: num_prompt, seeds (the bits), inverse temperature (0: greedy), min_p, top_k, top_p.
+
+        In the device's types: int32, int64, float32, float32, int32, float32.
+        """
+        temperature = self._temperature[rows]
+        is_random = temperature > 0
+        # Neither infinite nor zero, as in the sampler.
+        limits = np.finfo(np.float32)
+        inverse = (1.0 / np.where(is_random, temperature, 1.0)).clip(limits.tiny, limits.max).astype(np.float32)
+        return [
+            self._num_prompt[rows].astype(np.int32),
+            self._seeds[rows].view(np.int64),
+            np.where(is_random, inverse, np.float32(0)),
+            self._min_p[rows].astype(np.float32),
+            self._top_k[rows].clip(0, 2**31 - 1).astype(np.int32),
+            self._top_p[rows].astype(np.float32),
+        ]
+
+    def num_computed(self, rows: np.ndarray) -> np.ndarray:
+        return self._num_computed[rows]
+
+    def has_filters(self, rows: np.ndarray) -> bool:
+        """Whether any of them samples with min_p, top_k or top_p."""
+        filtered = (self._min_p[rows] > 0) | (self._top_k[rows] > 0) | (self._top_p[rows] < 1)
+        return bool((filtered & (self._temperature[rows] > 0)).any())
+
+    def has_special(self, step: StepRows) -> bool:
+        """Whether any row that samples has penalties, min_tokens, logprobs, or a limited choice."""
+        return bool(step.bitmasks) or bool(self._special[step.rows[step.sampled]].any())
+
+    def decodes(self, plan: SchedulerOutput) -> StepRows | None:
+        """The step's rows if each computes its last sampled token and nothing else, or None."""
+        seq_ids = list(plan.num_scheduled_tokens)
+        if plan.num_tokens != len(seq_ids):
+            return None
+        rows = np.fromiter((self._row_of[seq_id] for seq_id in seq_ids), np.int64, len(seq_ids))
+        if bool((self._num_computed[rows] < self._num_initial[rows]).any()):
+            return None
+        return StepRows(seq_ids, rows, np.ones(len(rows), np.int64), np.arange(len(rows)), [], plan.bitmasks)
 
     def build(self, plan: SchedulerOutput) -> tuple[StepRows, ForwardBatch]:
         """The step's tensors, on the CPU."""
@@ -110,10 +194,13 @@ class InputBatch:
         positions = np.arange(query_start_loc[-1]) - query_start_loc[owner] + computed[owner]
         # The last sampled token of a sequence; wrong for sequences that still have initial tokens to compute.
         input_ids = self._last_token[rows[owner]]
+        prompts: list[PromptPart] = []
         for i in np.flatnonzero(computed < self._num_initial[rows]):
             row = self._rows[rows[i]]
             assert row is not None
             input_ids[query_start_loc[i] : query_start_loc[i + 1]] = row.initial_ids[computed[i] : seq_lens[i]]
+            if row.new.prompt_logprobs is not None:
+                prompts += _prompt_part(row.new, row.initial_ids, int(query_start_loc[i]), computed[i], seq_lens[i])
         num_columns = -(-int(seq_lens.max()) // self.block_size)
         block_tables = self._block_tables[rows, :num_columns]
         slots = block_tables[owner, positions // self.block_size].astype(np.int64) * self.block_size
@@ -129,7 +216,7 @@ class InputBatch:
             max_query_len=int(num_scheduled.max()),
             max_seq_len=int(seq_lens.max()),
         )
-        return StepRows(seq_ids, rows, num_scheduled, sampled), batch
+        return StepRows(seq_ids, rows, num_scheduled, sampled, prompts, plan.bitmasks), batch
 
     def sampling(self, step: StepRows) -> SamplingBatch:
         """How the step's sampling rows are to be sampled."""
@@ -150,10 +237,21 @@ class InputBatch:
                 batch.penalties[i] = Penalty(
                     row.counts, params.repetition_penalty, params.presence_penalty, params.frequency_penalty
                 )
-            if output_indices[i] < params.min_tokens and row.new.stop_token_ids:
-                batch.banned[i] = list(row.new.stop_token_ids)
+            if params.logit_bias is not None:
+                batch.biases[i] = Bias.of(params.logit_bias)
+            if row.allowed is not None:
+                batch.masks[i] = row.allowed
+            if banned := row.banned(output_indices[i]):
+                batch.banned[i] = banned
             if params.logprobs is not None:
                 batch.logprobs[i] = params.logprobs
+        if step.bitmasks:
+            for i, position in enumerate(step.sampled.tolist()):
+                if (words := step.bitmasks.get(step.seq_ids[position])) is not None:
+                    batch.masks[i] = words
+        for i in list(batch.banned):
+            if not _leaves_any(batch.masks.get(i), batch.banned[i], self.vocab_size):
+                del batch.banned[i]
         return batch
 
     def commit(self, step: StepRows, token_ids: list[int]) -> None:
@@ -167,3 +265,23 @@ class InputBatch:
             assert row is not None
             if row.counts is not None:
                 row.counts.output[token_ids[i]] += 1
+            if row.output_ids is not None:
+                row.output_ids.append(token_ids[i])
+
+
+def _prompt_part(new: NewSequence, ids: np.ndarray, first: int, computed: int, stop: int) -> Iterable[PromptPart]:
+    """What a step that computes the tokens `computed` to `stop - 1`, from index `first` of the batch on, can tell."""
+    assert new.prompt_logprobs is not None
+    stop = min(stop, new.num_prompt_tokens - 1)
+    if computed < stop:
+        indices = torch.arange(first, first + stop - computed)
+        yield PromptPart(
+            new.seq_id, indices, torch.from_numpy(ids[computed + 1 : stop + 1].copy()), new.prompt_logprobs
+        )
+
+
+def _leaves_any(mask: np.ndarray | None, banned: list[int], vocab_size: int) -> bool:
+    """Whether a token can still be drawn; the mask alone (None: all) allows at least one."""
+    if mask is None:
+        return len(set(banned)) < vocab_size
+    return bool((mask & ~token_bitmask(banned, vocab_size)).any())

@@ -5,6 +5,7 @@ Made by an executor, in this order: construct (loads the weights), `capacity()`,
 
 from __future__ import annotations
 
+import gc
 import logging
 from pathlib import Path
 
@@ -16,16 +17,21 @@ from nanoinfer.config import EngineConfig, ModelConfig, SchedulerConfig, heads_o
 from nanoinfer.distributed.group import ParallelGroups
 from nanoinfer.kernels.cpu.ops import kernels_for
 from nanoinfer.layers.linear import int8_kernels
-from nanoinfer.layers.sampler import SamplingBatch, VocabShard, sample
+from nanoinfer.layers.sampler import SamplingBatch, VocabShard, sample, token_logprobs
 from nanoinfer.models.loader import load_dummy_weights, load_weights, open_checkpoint
 from nanoinfer.models.qwen3 import Qwen3ForCausalLM
 from nanoinfer.step import KVCacheCapacity, SchedulerOutput, StepResult, TokenLogprobs
+from nanoinfer.worker.cuda_graph import DecodeGraphs, graph_factory, graph_sizes
 from nanoinfer.worker.decode_replay import DecodeReplay
-from nanoinfer.worker.input_batch import InputBatch
+from nanoinfer.worker.device_runner import DeviceRunner
+from nanoinfer.worker.gpu_memory import GPUMemory, graph_bytes, num_gpu_blocks, run_largest_step
+from nanoinfer.worker.input_batch import InputBatch, PromptPart
 from nanoinfer.worker.kv_cache import available_memory, num_cpu_blocks, return_freed_memory
 
 logger = logging.getLogger(__name__)
 
+# Rows whose logits are computed at once for prompt logprobs.
+_PROMPT_ROWS = 32
 _DEFAULT_BATCHED_TOKENS = {"cpu": 1024, "cuda": 8192}
 
 
@@ -41,7 +47,11 @@ class ModelRunner:
         self.dtype = resolve_dtype(config.dtype, stored, self.device, cpu_has_bf16())
         self.kv_dtype = torch.int8 if config.kv_cache_dtype == "int8" else self.dtype
         check_int8(config, self.dtype, self.device, is_first_rank=groups.tp.rank == 0)
-        backend_class = select_backend(model_config, self.device)
+        if self.device == "cuda":
+            self._free_at_start = torch.cuda.mem_get_info()[0]
+        backend_class = select_backend(
+            model_config, self.device, self.kv_dtype, config.kvcache_block_size, config.attention_backend
+        )
         num_heads, num_kv_heads = heads_of_rank(
             model_config.num_attention_heads, model_config.num_key_value_heads, groups.tp.size
         )
@@ -59,17 +69,23 @@ class ModelRunner:
         self._kv_cache: KVCache | None = None
         self._replay: DecodeReplay | None = None
         self._batch: InputBatch | None = None
+        self._device_runner: DeviceRunner | None = None
 
     def capacity(self) -> KVCacheCapacity:
         """What this rank can offer, now that its weights are in memory."""
         bytes_per_block = self.backend.bytes_per_block(
             self.model_config.num_hidden_layers, self.block_size, self.kv_dtype
         )
+        num_tokens = self.config.max_num_batched_tokens or _DEFAULT_BATCHED_TOKENS[self.device]
+        if self.device == "cuda":
+            num_blocks = num_gpu_blocks(self.config, bytes_per_block, self._measure_memory(num_tokens))
+        else:
+            num_blocks = num_cpu_blocks(self.config, bytes_per_block, available_memory())
         return KVCacheCapacity(
-            num_blocks=num_cpu_blocks(self.config, bytes_per_block, available_memory()),
+            num_blocks=num_blocks,
             block_size=self.block_size,
             bytes_per_block=bytes_per_block,
-            max_num_batched_tokens=self.config.max_num_batched_tokens or _DEFAULT_BATCHED_TOKENS[self.device],
+            max_num_batched_tokens=num_tokens,
             device=self.device,
             dtype=str(self.dtype).removeprefix("torch."),
             num_threads=torch.get_num_threads(),
@@ -94,6 +110,49 @@ class ModelRunner:
         self._batch = InputBatch(
             limits.max_num_seqs, limits.max_model_len, limits.block_size, self.model_config.vocab_size
         )
+        if not self.backend.supports_cuda_graph:
+            return
+        self._device_runner = self._make_device_runner(limits, self._kv_cache)
+        if (make_graph := graph_factory(self.device, self.config.enforce_eager)) is not None:
+            graphs = DecodeGraphs(
+                self._device_runner.decode, graph_sizes(limits.max_num_seqs), torch.device(self.device), make_graph
+            )
+            with torch.inference_mode():
+                graphs.capture(show_progress=self._vocab_shard.tp.rank == 0)
+            self._device_runner.graphs = graphs
+
+    def _make_device_runner(self, limits: SchedulerConfig, kv_cache: KVCache) -> DeviceRunner:
+        device = torch.device(self.device)
+        return DeviceRunner(self.model, self.backend, kv_cache, limits, self._vocab_shard, device)
+
+    @torch.inference_mode()
+    def _measure_memory(self, max_num_batched_tokens: int) -> GPUMemory:
+        """Runs the largest step and captures two graphs over a pool of one block, which nothing is written to."""
+        limits = SchedulerConfig(
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=self.config.max_model_len or self.model_config.max_model_len,
+            num_blocks=1,
+            block_size=self.block_size,
+        )
+        layers = self.model_config.num_hidden_layers
+        kv_cache = self.backend.allocate(layers, 1, self.block_size, self.dtype, self.device)
+        kv_cache.data.zero_()
+        runner = self._make_device_runner(limits, kv_cache)
+        allocated = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run_largest_step(runner)
+        torch.cuda.synchronize()
+        activations = torch.cuda.max_memory_allocated() - allocated
+        torch.cuda.empty_cache()
+        graphs = 0
+        if (make_graph := graph_factory(self.device, self.config.enforce_eager)) is not None:
+            graphs = graph_bytes(runner, make_graph, lambda: torch.cuda.mem_get_info()[0], limits.max_num_seqs)
+        del runner, kv_cache
+        gc.collect()
+        torch.cuda.empty_cache()
+        free_now, total = torch.cuda.mem_get_info()
+        return GPUMemory(total, self._free_at_start, free_now, activations, graphs)
 
     @property
     def kv_cache(self) -> KVCache:
@@ -108,24 +167,42 @@ class ModelRunner:
         self._batch.apply(plan)
         if not plan.num_scheduled_tokens:
             return StepResult()
-        rows, batch = self._batch.build(plan)
-        batch.plan = self.backend.plan(batch, self.block_size)
-        logits = self.forward(batch)
-        token_ids, logprobs = self.sample(logits, self._batch.sampling(rows)) if len(rows.sampled) else ([], {})
+        if self._device_runner is not None:
+            rows, token_ids, logprobs, hidden = self._device_runner.step(plan, self._batch)
+        else:
+            rows, batch = self._batch.build(plan)
+            batch.plan = self.backend.plan(batch, self.block_size)
+            hidden = self.forward(batch)
+            logits = self.compute_logits(hidden, batch.logits_indices)
+            token_ids, logprobs = self.sample(logits, self._batch.sampling(rows)) if len(rows.sampled) else ([], {})
         self._batch.commit(rows, token_ids)
         result = StepResult()
         for i, position in enumerate(rows.sampled.tolist()):
             result.token_ids[rows.seq_ids[position]] = [token_ids[i]]
             if i in logprobs:
                 result.logprobs[rows.seq_ids[position]] = [logprobs[i]]
+        for part in rows.prompts:
+            assert hidden is not None
+            result.prompt_logprobs[part.seq_id] = self._prompt_logprobs(hidden, part)
         return result
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """This rank's logits of the rows that sample; keys and values of all of the step's tokens are stored."""
+        """Hidden states of all of the step's tokens, whose keys and values are stored."""
         hidden = self._replay(batch) if self._replay is not None else None
-        if hidden is None:
-            hidden = self.model(batch, self.kv_cache)
-        return self.model.compute_logits(hidden, batch.logits_indices)
+        return self.model(batch, self.kv_cache) if hidden is None else hidden
+
+    def compute_logits(self, hidden: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        """This rank's logits of some of the tokens."""
+        return self.model.compute_logits(hidden, indices)
+
+    def _prompt_logprobs(self, hidden: torch.Tensor, part: PromptPart) -> list[TokenLogprobs]:
+        """A few rows at a time: logits of a whole prompt would be gigabytes."""
+        found: list[TokenLogprobs] = []
+        chunks = zip(part.indices.split(_PROMPT_ROWS), part.token_ids.split(_PROMPT_ROWS), strict=True)
+        for indices, token_ids in chunks:
+            logits = self.compute_logits(hidden, indices.to(hidden.device))
+            found += token_logprobs(logits, token_ids.to(hidden.device), part.num_best, self._vocab_shard)
+        return found
 
     def sample(self, logits: torch.Tensor, sampling: SamplingBatch) -> tuple[list[int], dict[int, TokenLogprobs]]:
         return sample(logits, sampling, self._vocab_shard)

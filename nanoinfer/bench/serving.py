@@ -1,0 +1,179 @@
+"""Served throughput next to offline: the same requests through `LLM.generate` and then, all at once, through a server.
+
+`nanoinfer bench serve` loads the model in this process, runs the workload, closes it, starts `nanoinfer serve` as a
+process of its own and runs the workload again as streams over loopback. With --url it measures a server that runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nanoinfer.bench.client import Client
+from nanoinfer.bench.workload import MAX_TOKEN_ID, PRESETS, QWEN3_0_6B, Workload
+from nanoinfer.demo import demo_model_path
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+_START_SECONDS = 900
+
+
+@dataclass
+class Timing:
+    """Of one request: seconds from its start to each event with tokens, and how many tokens there were."""
+
+    event_seconds: list[float]
+    num_tokens: int
+
+
+def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """The benchmark's options, and what is left: the engine's flags, which go to `nanoinfer serve` as they are."""
+    parser = argparse.ArgumentParser(
+        prog="nanoinfer bench serve", description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False,
+        epilog="Further flags are the engine's, as for nanoinfer serve.",
+    )  # fmt: skip
+    parser.add_argument("--url", help="a server that runs, such as http://127.0.0.1:8000; offline is then not measured")
+    parser.add_argument("--api-key", help="of that server")
+    parser.add_argument("--workload", choices=PRESETS, default="w1")
+    parser.add_argument("--num-seqs", type=int, help="fewer requests than the workload has")
+    parser.add_argument("--max-concurrency", type=int, help="requests at once; default: all")
+    parser.add_argument("--model", help="directory or hub id; default: Qwen3-0.6B's shape with random weights")
+    parser.add_argument("--tokenizer", help="a directory with the tokenizer for the model without one")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="one line of JSON instead of the report")
+    return parser.parse_known_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args, engine_flags = parse_args(argv)
+    preset = PRESETS[args.workload]
+    workload = Workload.draw(args.workload, args.num_seqs or preset.num_seqs, args.seed)
+    report: dict[str, Any] = {"workload": args.workload, "num_seqs": len(workload.prompts)}
+    if args.url:
+        report |= asyncio.run(measure(Client(args.url, args.api_key), workload, args.max_concurrency))
+    else:
+        with tempfile.TemporaryDirectory() as directory:
+            flags = [args.model or dummy_model(Path(directory), args.tokenizer), "--max-model-len"]
+            flags += [str(preset.max_model_len), "--seed", str(args.seed), *engine_flags]
+            flags += [] if args.model else ["--load-format", "dummy"]
+            report |= measure_offline(flags, workload)
+            with serving(flags) as url:
+                report |= asyncio.run(measure(Client(url), workload, args.max_concurrency))
+        report["served_by_offline"] = report["served_tok_s"] / report["offline_tok_s"]
+    if args.json:
+        print(json.dumps(report))
+        return
+    for name, value in report.items():
+        print(f"{name:20} {value:.4g}" if isinstance(value, float) else f"{name:20} {value}")
+
+
+def dummy_model(directory: Path, tokenizer: str | None) -> str:
+    """Qwen3-0.6B's shape; with the demo's tokenizer if no other is named, whose texts are then short."""
+    (directory / "config.json").write_text(json.dumps(QWEN3_0_6B))
+    source = Path(tokenizer) if tokenizer else demo_model_path()
+    for name in _TOKENIZER_FILES:
+        shutil.copy(source / name, directory / name)
+    return str(directory)
+
+
+def measure_offline(flags: list[str], workload: Workload) -> dict[str, Any]:
+    from nanoinfer.bench.throughput import generate
+    from nanoinfer.config import EngineConfig
+    from nanoinfer.entrypoints.cli.flags import given
+    from nanoinfer.entrypoints.cli.main import make_parser
+    from nanoinfer.llm import LLM
+
+    options = given(make_parser("serve")[0].parse_args(["serve", *flags]), EngineConfig)
+    with LLM(**options) as llm:
+        generate(llm, [warm_up_prompt()], [8], 0.6)
+        timed = generate(llm, workload.prompts, workload.output_lens, 0.6)
+    return {"offline_seconds": timed.seconds, "offline_tok_s": timed.output_tokens / timed.seconds}
+
+
+def warm_up_prompt() -> list[int]:
+    return [MAX_TOKEN_ID - i for i in range(128)]
+
+
+@contextlib.contextmanager
+def serving(flags: list[str]) -> Iterator[str]:
+    """A server in a process of its own; gives its address, once it listens."""
+    command = [sys.executable, "-m", "nanoinfer", "serve", *flags, "--port", "0", "--disable-access-log"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        deadline = time.monotonic() + _START_SECONDS
+        for line in process.stderr:
+            if match := re.search(r"Serving .* at (http://\S+) ", line):
+                yield match[1]
+                return
+            if time.monotonic() > deadline:
+                break
+        raise RuntimeError(f"the server did not start (exit code {process.poll()})")
+    finally:
+        process.terminate()
+        process.stderr.close()
+        process.wait(30)
+
+
+async def measure(client: Client, workload: Workload, max_concurrency: int | None) -> dict[str, Any]:
+    await request(client, warm_up_prompt(), 8)
+    limit = asyncio.Semaphore(max_concurrency or len(workload.prompts))
+
+    async def limited(prompt: list[int], num_tokens: int) -> Timing:
+        async with limit:
+            return await request(client, prompt, num_tokens)
+
+    start = time.perf_counter()
+    timings = await asyncio.gather(*map(limited, workload.prompts, workload.output_lens))
+    seconds = time.perf_counter() - start
+    num_tokens = sum(timing.num_tokens for timing in timings)
+    firsts = sorted(timing.event_seconds[0] for timing in timings)
+    gaps = sorted(b - a for t in timings for a, b in zip(t.event_seconds, t.event_seconds[1:], strict=False))
+    return {
+        "output_tokens": num_tokens,
+        "served_seconds": seconds,
+        "served_tok_s": num_tokens / seconds,
+        "ttft_ms_p50": 1e3 * percentile(firsts, 0.5),
+        "ttft_ms_p99": 1e3 * percentile(firsts, 0.99),
+        "itl_ms_p50": 1e3 * percentile(gaps, 0.5),
+        "itl_ms_p99": 1e3 * percentile(gaps, 0.99),
+    }
+
+
+async def request(client: Client, prompt: list[int], num_tokens: int) -> Timing:
+    """One stream; RuntimeError unless it gave as many tokens as were asked for."""
+    body = {
+        "prompt": prompt, "max_tokens": num_tokens, "temperature": 0.6, "top_p": 1, "top_k": 0, "ignore_eos": True,
+        "stream": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    start = time.perf_counter()
+    timing = Timing([], 0)
+    async for event in client.stream("/v1/completions", body):
+        if "error" in event:
+            raise RuntimeError(f"the server says {event['error']['message']}")
+        if event["choices"]:
+            timing.event_seconds.append(time.perf_counter() - start)
+        if event.get("usage"):
+            timing.num_tokens = event["usage"]["completion_tokens"]
+    if timing.num_tokens != num_tokens:
+        raise RuntimeError(f"asked for {num_tokens} tokens, got {timing.num_tokens}: the figures would be wrong")
+    return timing
+
+
+def percentile(ordered: list[float], fraction: float) -> float:
+    return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))] if ordered else float("nan")
+
+
+if __name__ == "__main__":
+    main()

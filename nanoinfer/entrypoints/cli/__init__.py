@@ -1,0 +1,1 @@
+"""The command `nanoinfer`: one file per verb."""

@@ -1,0 +1,146 @@
+"""`DeviceRunner`: a rank's steps on a GPU.
+
+A step in which every sequence computes its last sampled token is a decode step: the host sends which rows and how far
+they are, everything else is on the device, and a CUDA graph holds it where there is one. Any other step is built by the
+host, as on a CPU, and sent. Nothing between the sending and the reading of the tokens waits for the device; only
+masks, bans, biases, penalties and log-probabilities are prepared by the host, for the rows that have them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from nanoinfer.attention.base import AttentionBackend, ForwardBatch, KVCache
+from nanoinfer.attention.upload import upload
+from nanoinfer.config import SchedulerConfig
+from nanoinfer.layers.device_sampler import adjusted, sample_on_device
+from nanoinfer.layers.sampler import SamplingBatch, VocabShard, row_logprobs
+from nanoinfer.models.qwen3 import Qwen3ForCausalLM
+from nanoinfer.step import SchedulerOutput, TokenLogprobs
+from nanoinfer.worker.cuda_graph import DecodeGraphs
+from nanoinfer.worker.device_rows import DeviceRows
+from nanoinfer.worker.input_batch import InputBatch, StepRows
+
+
+class DeviceRunner:
+    """graphs: set by the owner when they are captured; None runs every step eagerly."""
+
+    def __init__(
+        self,
+        model: Qwen3ForCausalLM,
+        backend: AttentionBackend,
+        kv_cache: KVCache,
+        limits: SchedulerConfig,
+        shard: VocabShard,
+        device: torch.device,
+    ) -> None:
+        self.model, self.backend, self.kv_cache = model, backend, kv_cache
+        self.limits, self.shard, self.device = limits, shard, device
+        self.rows = DeviceRows(limits.max_num_seqs, limits.max_model_len, limits.block_size, device)
+        self.graphs: DecodeGraphs | None = None
+
+    def step(
+        self, plan: SchedulerOutput, batch: InputBatch
+    ) -> tuple[StepRows, list[int], dict[int, TokenLogprobs], torch.Tensor | None]:
+        """`batch` has taken the plan in. Returns ids, by sampled row log-probabilities, and the hidden states of all
+        tokens, which a decode step does not keep."""
+        self.rows.apply(plan, batch)
+        step, hidden = batch.decodes(plan), None
+        if step is not None:
+            computed = batch.num_computed(step.rows)
+            if self.graphs is not None:
+                tokens, logits = self.graphs.run(step.rows, computed)
+            else:
+                (inputs,) = upload([np.stack((step.rows, computed)).astype(np.int32)], self.device)
+                tokens, logits = self.decode(inputs.view(2, -1))
+            # Under tensor parallelism a filter needs whole rows, which the captured step does not put together.
+            is_done = self.shard.tp.size == 1 or not batch.has_filters(step.rows)
+        else:
+            step, host_batch = batch.build(plan)
+            sent = self.send(host_batch)
+            hidden = self.forward(sent)
+            logits, tokens, is_done = self.compute_logits(hidden, sent.logits_indices), None, False
+        if not len(step.sampled):
+            return step, [], {}, hidden
+        logprobs = {}
+        if tokens is None or not is_done or batch.has_special(step):
+            sampling = batch.sampling(step)
+            if tokens is None or not is_done or sampling.adjusts_logits:
+                tokens = self._sample(step, batch, logits, sampling)
+            if wanted := list(sampling.logprobs):
+                logprobs = row_logprobs(logits[wanted].float(), tokens[wanted], wanted, sampling.logprobs, self.shard)
+        return step, _checked(tokens.tolist()), logprobs, hidden
+
+    def decode(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(token ids [n], logits [n, columns]) of a decode step; stores keys, values and the rows' last tokens.
+
+        inputs: [2, n] int32, rows (-1: padding) and how many of their tokens are computed. Can be captured.
+        """
+        from nanoinfer.kernels.triton import inputs as kernels
+
+        kept, n = self.rows, inputs.shape[1]
+        input_ids, positions, slots, seq_lens, uniforms = kernels.prepare_decode(
+            inputs[0], inputs[1], kept.last_token, kept.num_prompt, kept.seeds, kept.block_tables, kept.block_size
+        )
+        rows = inputs[0].clamp(min=0).long()
+        tables = kept.block_tables.index_select(0, rows)
+        batch = ForwardBatch(
+            input_ids=input_ids,
+            positions=positions,
+            query_start_loc=torch.arange(n + 1, dtype=torch.int32, device="cpu"),
+            seq_lens=seq_lens,
+            block_tables=tables,
+            slot_mapping=slots,
+            logits_indices=torch.arange(n, device=self.device),
+            max_query_len=1,
+            max_seq_len=self.limits.max_model_len,
+            plan=self.backend.plan_decode(tables, seq_lens, self.limits.max_model_len),
+        )
+        logits = self.compute_logits(self.forward(batch), batch.logits_indices)
+        sampling = kept.sampling(rows, uniforms, has_filters=self.shard.tp.size == 1)
+        tokens = sample_on_device(logits, sampling, self.shard)
+        kernels.store_tokens(kept.last_token, inputs[0], tokens)
+        return tokens, logits
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Hidden states of all of the step's tokens, whose keys and values are stored."""
+        return self.model(batch, self.kv_cache)
+
+    def compute_logits(self, hidden: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        """This rank's logits of some of the tokens."""
+        return self.model.compute_logits(hidden, indices)
+
+    def send(self, batch: ForwardBatch) -> ForwardBatch:
+        """The batch with its tensors on the device, planned; query_start_loc and seq_lens stay, for the plan."""
+        tensors = [batch.input_ids, batch.positions, batch.block_tables, batch.slot_mapping, batch.logits_indices]
+        ids, positions, tables, slots, indices = upload([t.numpy() for t in tensors], self.device)
+        sent = replace(
+            batch, input_ids=ids, positions=positions, block_tables=tables.view(batch.block_tables.shape),
+            slot_mapping=slots, logits_indices=indices,
+        )  # fmt: skip
+        sent.plan = self.backend.plan(sent, self.limits.block_size)
+        return sent
+
+    def _sample(self, step: StepRows, batch: InputBatch, logits: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor:
+        """Token ids of the sampling rows, [n] on the device; they become the rows' last tokens."""
+        from nanoinfer.kernels.triton import inputs as kernels
+
+        sampled = step.rows[step.sampled]
+        rows, uniforms, rows32 = upload([sampled, sampling.uniforms, sampled.astype(np.int32)], self.device)
+        logits = adjusted(logits, sampling, self.shard)
+        settings = self.rows.sampling(rows, uniforms, batch.has_filters(sampled))
+        tokens = sample_on_device(logits, settings, self.shard)
+        kernels.store_tokens(self.rows.last_token, rows32, tokens)
+        return tokens
+
+
+def _checked(token_ids: list[int]) -> list[int]:
+    if min(token_ids) < 0:
+        raise FloatingPointError(
+            "the model's logits contain NaN or infinity; float16 overflows on models trained in bfloat16: use "
+            "dtype='bfloat16' or 'float32'"
+        )
+    return token_ids

@@ -1,0 +1,115 @@
+"""How large the pool of KV blocks on a GPU may be: what is free now, less what a step and its graphs will need.
+
+Three rules. Memory that other processes hold is not ours: it counts neither as used by us nor as free for us. What a
+step needs is measured by running the largest one, logits and sampler included, and by capturing two graphs. And the
+engine as a whole stays within `gpu_memory_utilization` of the card.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from nanoinfer.attention.base import ForwardBatch
+from nanoinfer.config import EngineConfig
+from nanoinfer.layers.device_sampler import DeviceSampling, sample_on_device
+from nanoinfer.worker.cuda_graph import DecodeGraphs, Graph, graph_sizes
+from nanoinfer.worker.device_runner import DeviceRunner
+
+# Kept free beside all that was measured: fragments, and what libraries allocate late.
+_RESERVE = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class GPUMemory:
+    """In bytes. total: of the card; free_at_start: before we allocated anything; free_now: with weights loaded, and the
+    allocator's cache given back; activations: of the largest step, beyond what is allocated now; graphs: of all."""
+
+    total: int
+    free_at_start: int
+    free_now: int
+    activations: int
+    graphs: int
+
+    @property
+    def loaded(self) -> int:
+        """What we have taken since the start: weights, above all."""
+        return max(0, self.free_at_start - self.free_now)
+
+
+def num_gpu_blocks(config: EngineConfig, bytes_per_block: int, memory: GPUMemory) -> int:
+    """Blocks for this rank. Raises ValueError, with bytes and advice, if what is asked has no room."""
+    needed = memory.activations + memory.graphs + _RESERVE
+    within_budget = int(config.gpu_memory_utilization * memory.total) - memory.loaded - needed
+    physically = memory.free_now - needed
+    room = min(within_budget, physically)
+    others = memory.total - memory.free_at_start
+    figures = (
+        f"the card has {memory.total} bytes, of which {others} were taken by others when this rank started; weights "
+        f"take {memory.loaded}, the largest step {memory.activations}, CUDA graphs {memory.graphs}, the reserve "
+        f"{_RESERVE}; gpu_memory_utilization={config.gpu_memory_utilization:g}"
+    )
+    advice = "free memory on the card" if physically < within_budget else "raise gpu_memory_utilization"
+    advice += ", lower max_num_batched_tokens or max_num_seqs, pass enforce_eager=True, or use more GPUs"
+    if config.num_kvcache_blocks is not None:
+        # The user's word goes over the budget, not over the card.
+        wanted = config.num_kvcache_blocks * bytes_per_block
+        if wanted > physically:
+            raise ValueError(
+                f"num_kvcache_blocks={config.num_kvcache_blocks} needs {wanted} bytes, and {max(0, physically)} are "
+                f"left ({figures}); lower it, or {advice}"
+            )
+        return config.num_kvcache_blocks
+    if room < bytes_per_block:
+        raise ValueError(
+            f"no memory is left for the KV cache: one block needs {bytes_per_block} bytes, and there are "
+            f"{max(0, room)} ({figures}); {advice}"
+        )
+    return room // bytes_per_block
+
+
+@torch.inference_mode()
+def run_largest_step(runner: DeviceRunner) -> None:
+    """A step of the whole token budget and as many sequences as may run, sampled with every filter; stores nothing."""
+    limits = runner.limits
+    num_seqs = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+    share, rest = divmod(limits.max_num_batched_tokens, num_seqs)
+    lens = np.array([share + (i < rest) for i in range(num_seqs)], np.int32).clip(max=limits.max_model_len)
+    starts = np.concatenate(([0], lens.cumsum())).astype(np.int32)
+    num_tokens, columns = int(starts[-1]), -(-int(lens.max()) // limits.block_size)
+    batch = ForwardBatch(
+        input_ids=torch.zeros(num_tokens, dtype=torch.int64, device="cpu"),
+        positions=torch.zeros(num_tokens, dtype=torch.int64, device="cpu"),
+        query_start_loc=torch.from_numpy(starts),
+        seq_lens=torch.from_numpy(lens),
+        block_tables=torch.zeros(num_seqs, columns, dtype=torch.int32, device="cpu"),
+        slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device="cpu"),
+        logits_indices=torch.from_numpy(starts[1:].astype(np.int64) - 1),
+        max_query_len=int(lens.max()),
+        max_seq_len=int(lens.max()),
+    )
+    sent = runner.send(batch)
+    logits = runner.compute_logits(runner.forward(sent), sent.logits_indices)
+
+    def of_all(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.full((num_seqs,), value, dtype=dtype, device=logits.device)
+
+    uniforms, top_k = of_all(0.5, torch.float64), of_all(50, torch.int32)
+    sample_on_device(logits, DeviceSampling(of_all(1.0), of_all(0.01), top_k, of_all(0.9), uniforms), runner.shard)
+
+
+def graph_bytes(
+    runner: DeviceRunner, make_graph: Callable[[], Graph], free_bytes: Callable[[], int], max_num_seqs: int
+) -> int:
+    """What all graphs will take, from capturing the two largest: the others share their pool and are no larger."""
+    sizes = graph_sizes(max_num_seqs)
+    graphs = DecodeGraphs(runner.decode, sizes, runner.device, make_graph)
+    taken = []
+    for size in sizes[:-3:-1]:
+        before = free_bytes()
+        graphs.capture_size(size)
+        taken.append(max(0, before - free_bytes()))
+    return taken[0] + (len(sizes) - 1) * taken[-1] if len(sizes) > 1 else taken[0]

@@ -1,0 +1,396 @@
+"""A GPU's step without a GPU: fake "cuda" tensors, the graph manager over a stand-in, memory by made-up numbers, which
+backend is chosen, and the start-up checks. What needs the interpreter is in triton_engine_cases.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from nanoinfer.attention import select, triton
+from nanoinfer.attention.base import ForwardBatch
+from nanoinfer.attention.cpu import CPUAttention
+from nanoinfer.attention.flash_attn import FlashAttention
+from nanoinfer.attention.triton import TritonAttention
+from nanoinfer.bench import gpu_check, throughput
+from nanoinfer.bench.gpu_check import Figure
+from nanoinfer.bench.machine import Machine
+from nanoinfer.config import EngineConfig, ModelConfig, SchedulerConfig
+from nanoinfer.distributed.group import ParallelGroups
+from nanoinfer.distributed.launch import check_devices
+from nanoinfer.layers.device_sampler import DeviceSampling, sample_on_device
+from nanoinfer.layers.sampler import VocabShard
+from nanoinfer.models.qwen3 import Qwen3ForCausalLM
+from nanoinfer.worker import device_runner
+from nanoinfer.worker.cuda_graph import DecodeGraphs, graph_factory, graph_sizes
+from nanoinfer.worker.device_runner import DeviceRunner
+from nanoinfer.worker.gpu_memory import GPUMemory, num_gpu_blocks
+
+MODEL = ModelConfig.from_dict({**tiny.Qwen3Config(**tiny.BASE).to_dict(), "model_type": "qwen3"})
+GIB = 2**30
+
+# --- Fake tensors ------------------------------------------------------------------------------------------------
+
+
+class Devices(TorchDispatchMode):
+    """Notes every operator that has a tensor elsewhere than on the GPU, and every copy between the two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elsewhere: list[str] = []
+        self.operators: set[str] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        self.operators.add(str(function))
+        tensors = [t for t in tree_flatten((args, kwargs, out))[0] if isinstance(t, torch.Tensor)]
+        if any(t.device.type != "cuda" for t in tensors):
+            self.elsewhere.append(str(function))
+        return out
+
+
+class Indexing(TorchFunctionMode):
+    """`x[...]` and `x.to("cuda")` want torch to be built with CUDA even where tensors are fake; the operators below do
+    not."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.__getitem__:
+            return self.view(*args)
+        if function is torch.Tensor.__setitem__:
+            return self.view(*args[:2]).fill_(args[2])
+        if function is torch.Tensor.to and args[1:] == ("cuda",):
+            return torch.ops.aten._to_copy(args[0], device="cuda")
+        return function(*args, **(kwargs or {}))
+
+    def view(self, x: torch.Tensor, index: Any) -> torch.Tensor:
+        dim = 0
+        for one in index if isinstance(index, tuple) else (index,):
+            if isinstance(one, int):
+                x = x.select(dim, one)
+            elif isinstance(one, slice):
+                x, dim = torch.ops.aten.slice.Tensor(x, dim, one.start, one.stop), dim + 1
+            else:
+                x, dim = x.index_select(dim, one), dim + 1
+        return x
+
+
+def fake_runner(mode: FakeTensorMode) -> DeviceRunner:
+    limits = SchedulerConfig(8, 64, 128, num_blocks=16, block_size=16)
+    with mode, torch.inference_mode(), Indexing():
+        backend = TritonAttention(4, 2, 32)
+        model = Qwen3ForCausalLM(MODEL, backend, ParallelGroups.single(), torch.bfloat16, "cuda")
+        kv_cache = backend.allocate(3, 16, 16, torch.bfloat16, "cuda")
+        return DeviceRunner(model, backend, kv_cache, limits, VocabShard(), torch.device("cuda"))
+
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is for Linux on x86-64")
+KERNELS = {"norm_rotate_store", "paged_decode", "rms_norm", "add_rms_norm", "silu_and_mul", "row_argmax", "draw"}
+KERNELS |= {"segment_sums", "sampling_threshold", "store_tokens"}
+
+
+@needs_triton
+def test_a_decode_step_stays_on_the_gpu_and_waits_for_nothing() -> None:
+    """A fake tensor has no value: whatever made the host read one would raise."""
+    mode = FakeTensorMode()
+    runner = fake_runner(mode)
+    with mode, torch.inference_mode(), Indexing(), Devices() as devices:
+        tokens, logits = runner.decode(torch.empty(2, 5, dtype=torch.int32, device="cuda"))
+        with pytest.raises(DataDependentOutputException):
+            tokens.tolist()
+    assert isinstance(tokens, FakeTensor) and tokens.shape == (5,) and tokens.dtype == torch.int64
+    assert logits.shape == (5, 320) and logits.dtype == torch.bfloat16
+    # The one thing on the host: query_start_loc, which says that each row has one query.
+    assert set(devices.elsewhere) <= {
+        "aten.arange.default",
+        "aten.arange.start_step",
+        "aten._local_scalar_dense.default",
+    }
+    ours = {name.split(".")[1] for name in devices.operators if name.startswith("nanoinfer.")}
+    assert ours >= KERNELS | {"prepare_decode"}
+    assert "paged_prefill" not in ours
+
+
+@needs_triton
+def test_a_mixed_step_stays_on_the_gpu_and_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three sequences with 7, 1 and 20 tokens; only the sending touches the host."""
+    mode = FakeTensorMode()
+    runner = fake_runner(mode)
+    sent: list[int] = []
+
+    def upload(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+        sent.append(sum(array.nbytes for array in arrays))
+        types = [torch.from_numpy(np.empty(0, array.dtype)).dtype for array in arrays]
+        with mode:
+            return [torch.empty(a.size, dtype=t, device=device) for a, t in zip(arrays, types, strict=True)]
+
+    monkeypatch.setattr(device_runner, "upload", upload)
+    monkeypatch.setattr(triton, "upload", upload)
+    starts = torch.tensor([0, 7, 8, 28], dtype=torch.int32)
+    host = ForwardBatch(
+        input_ids=torch.zeros(28, dtype=torch.int64), positions=torch.zeros(28, dtype=torch.int64),
+        query_start_loc=starts, seq_lens=torch.tensor([7, 30, 25], dtype=torch.int32),
+        block_tables=torch.zeros(3, 2, dtype=torch.int32), slot_mapping=torch.zeros(28, dtype=torch.int64),
+        logits_indices=starts[1:].long() - 1, max_query_len=20, max_seq_len=30,
+    )  # fmt: skip
+    with torch.inference_mode(), Indexing():
+        batch = runner.send(host)
+    assert len(sent) == 2, "the batch, and its plan"
+    with mode, torch.inference_mode(), Indexing(), Devices() as devices:
+        logits = runner.compute_logits(runner.forward(batch), batch.logits_indices)
+        rows, uniforms = torch.empty(3, dtype=torch.int64, device="cuda"), torch.empty(3, device="cuda").double()
+        sampling: DeviceSampling = runner.rows.sampling(rows, uniforms, has_filters=True)
+        tokens = sample_on_device(logits, sampling, runner.shard)
+    assert tokens.shape == (3,) and not devices.elsewhere
+    assert {"nanoinfer.paged_decode.default", "nanoinfer.paged_prefill.default"} <= devices.operators
+
+
+# --- Graphs ------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 2000))
+def test_every_batch_has_a_graph_and_few_sizes_suffice(max_num_seqs: int) -> None:
+    sizes = graph_sizes(max_num_seqs)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == max_num_seqs and len(sizes) <= 22
+    graphs = DecodeGraphs(lambda inputs: (inputs, inputs), sizes, torch.device("cpu"), StandInGraph)
+    for n in {1, 2, 3, max_num_seqs // 2 + 1, max_num_seqs - 1, max_num_seqs} & set(range(1, max_num_seqs + 1)):
+        size = graphs.size_for(n)
+        assert size == min(s for s in sizes if s >= n)
+        assert size <= max(2 * n, n + 256)
+
+
+def test_seventeen_of_twenty() -> None:
+    graphs = DecodeGraphs(lambda inputs: (inputs, inputs), graph_sizes(20), torch.device("cpu"), StandInGraph)
+    assert graph_sizes(20) == [1, 2, 4, 8, 16, 20] and graphs.size_for(17) == 20
+
+
+class StandInGraph:
+    def capture(self, function: Callable[[], None]) -> None:
+        function()
+        self.function = function
+
+    def replay(self) -> None:
+        self.function()
+
+
+def test_graphs_are_captured_largest_first_and_see_padding_as_row_minus_one() -> None:
+    seen: list[torch.Tensor] = []
+
+    def decode(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append(inputs.clone())
+        return inputs[0].long() * 100 + inputs[1], inputs.T.float()
+
+    graphs = DecodeGraphs(decode, graph_sizes(20), torch.device("cpu"), StandInGraph)
+    graphs.capture()
+    assert [inputs.shape[1] for inputs in seen] == [20, 16, 8, 4, 2, 1]
+    assert all(bool((inputs == -1).all()) for inputs in seen), "capturing must touch no sequence"
+    rows = np.array([3, 0, 7, 5, 1])
+    tokens, logits = graphs.run(rows, np.array([10, 11, 12, 13, 14]))
+    assert seen[-1].tolist() == [[3, 0, 7, 5, 1, -1, -1, -1], [10, 11, 12, 13, 14, -1, -1, -1]]
+    assert tokens.tolist() == [310, 11, 712, 513, 114] and logits.shape == (5, 2)
+    # Rows of an earlier, larger batch do not stay behind as padding.
+    graphs.run(rows[:3], np.array([1, 2, 3]))
+    graphs.run(rows, np.array([1, 2, 3, 4, 5]))
+    assert seen[-1][0].tolist() == [3, 0, 7, 5, 1, -1, -1, -1]
+
+
+def test_enforce_eager_means_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    assert graph_factory("cuda", enforce_eager=True) is None and graph_factory("cpu", enforce_eager=False) is None
+    assert graph_factory("cuda", enforce_eager=False) is not None
+
+
+# --- Memory ------------------------------------------------------------------------------------------------------
+
+
+def config(**options: Any) -> EngineConfig:
+    return EngineConfig("somewhere", **options)
+
+
+def test_blocks_fill_the_budget_less_what_is_measured() -> None:
+    """80 GiB, of which 1 to the context: 0.9 * 80 = 72, less 16 of weights, 3 and 0.75 measured, 0.25 of reserve."""
+    memory = GPUMemory(80 * GIB, 79 * GIB, 63 * GIB, 3 * GIB, GIB * 3 // 4)
+    assert num_gpu_blocks(config(), GIB, memory) == 52
+    assert num_gpu_blocks(config(gpu_memory_utilization=0.5), GIB, memory) == 20
+
+
+def test_what_others_hold_is_not_counted_as_ours() -> None:
+    alone = GPUMemory(80 * GIB, 79 * GIB, 63 * GIB, GIB, GIB)
+    beside = GPUMemory(80 * GIB, 49 * GIB, 33 * GIB, GIB, GIB)
+    small = config(gpu_memory_utilization=0.4)
+    # The share that was asked for fits beside the other's 30 GiB, so these change nothing.
+    assert num_gpu_blocks(small, GIB, alone) == num_gpu_blocks(small, GIB, beside) == 13
+    # What does not fit on the card cannot be had: 33 free, less 2.25.
+    assert num_gpu_blocks(config(), GIB, beside) == 30
+
+
+@given(
+    st.integers(0, 60), st.integers(0, 40), st.integers(0, 20), st.integers(0, 8), st.floats(0.05, 1.0),
+    st.integers(1, 64),
+)  # fmt: skip
+def test_the_pool_never_exceeds_the_card_or_the_budget(
+    others: int, loaded: int, activations: int, graphs: int, fraction: float, block: int
+) -> None:
+    free_now = max(0, 80 - others - loaded)
+    memory = GPUMemory(80 * GIB, (80 - others) * GIB, free_now * GIB, activations * GIB, graphs * GIB)
+    bytes_per_block = block * 2**20
+    try:
+        pool = num_gpu_blocks(config(gpu_memory_utilization=fraction), bytes_per_block, memory) * bytes_per_block
+    except ValueError as error:
+        assert str(bytes_per_block) in str(error) and str(memory.loaded) in str(error)
+        assert "gpu_memory_utilization" in str(error) and "max_num_batched_tokens" in str(error)
+        return
+    assert pool >= bytes_per_block
+    assert pool + memory.activations + memory.graphs < memory.free_now
+    assert pool + memory.loaded + memory.activations + memory.graphs < fraction * memory.total
+
+
+def test_too_little_memory_says_what_to_change() -> None:
+    full_card = GPUMemory(80 * GIB, 20 * GIB, 4 * GIB, 3 * GIB, GIB)
+    with pytest.raises(ValueError, match="free memory on the card"):
+        num_gpu_blocks(config(), 2**20, full_card)
+    tight_budget = GPUMemory(80 * GIB, 79 * GIB, 63 * GIB, 3 * GIB, GIB)
+    with pytest.raises(ValueError, match="raise gpu_memory_utilization"):
+        num_gpu_blocks(config(gpu_memory_utilization=0.2), 2**20, tight_budget)
+
+
+def test_a_given_number_of_blocks_may_pass_the_budget_but_not_the_card() -> None:
+    memory = GPUMemory(80 * GIB, 79 * GIB, 63 * GIB, 3 * GIB, GIB * 3 // 4)
+    assert num_gpu_blocks(config(num_kvcache_blocks=58, gpu_memory_utilization=0.3), GIB, memory) == 58
+    with pytest.raises(ValueError, match="num_kvcache_blocks=60 needs 64424509440 bytes, and 63350767616 are left"):
+        num_gpu_blocks(config(num_kvcache_blocks=60), GIB, memory)
+
+
+# --- Which backend, and whether there are GPUs --------------------------------------------------------------------
+
+
+def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name in names else find(name, *a))
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+@needs_triton
+def test_preference(monkeypatch: pytest.MonkeyPatch) -> None:
+    import flash_attn_stand_in
+
+    assert select.select_backend(MODEL, "cpu") is CPUAttention
+    assert select.select_backend(MODEL, "cuda", torch.bfloat16) is TritonAttention
+    assert select.select_backend(MODEL, "cuda", requested="triton") is TritonAttention
+    monkeypatch.setitem(sys.modules, "flash_attn", flash_attn_stand_in)
+    assert select.select_backend(MODEL, "cuda", torch.bfloat16) is TritonAttention
+    assert select.select_backend(MODEL, "cuda", torch.bfloat16, requested="flash_attn") is FlashAttention
+    assert select.select_backend(MODEL, "cuda", torch.float16, 512, "flash_attn") is FlashAttention
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("dtype", "block_size", "reason"),
+    [
+        (torch.float32, None, "flash_attn: dtype is float32, and it computes in float16 and bfloat16 only"),
+        (torch.bfloat16, 16, "flash_attn: kvcache_block_size is 16, and it takes multiples of 256 only"),
+    ],
+)
+def test_flash_attn_says_why_not(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, block_size: int | None, reason: str
+) -> None:
+    import flash_attn_stand_in
+
+    monkeypatch.setitem(sys.modules, "flash_attn", flash_attn_stand_in)
+    with pytest.raises(ValueError, match="the requested attention backend cannot run") as caught:
+        select.select_backend(MODEL, "cuda", dtype, block_size, "flash_attn")
+    assert reason in str(caught.value)
+
+
+@needs_triton
+def test_triton_stores_no_int8() -> None:
+    with pytest.raises(ValueError, match="triton: it stores keys and values in the model's dtype only"):
+        select.select_backend(MODEL, "cuda", torch.int8, requested="triton")
+
+
+def test_every_reason_is_reported_where_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch, "triton", "flash_attn")
+    with pytest.raises(ValueError, match="no attention backend can run this model on 'cuda'") as caught:
+        select.select_backend(MODEL, "cuda")
+    for part in ("triton: the package triton is not installed", "flash_attn: ", "cpu: it runs on the CPU"):
+        assert part in str(caught.value)
+
+
+def test_attention_backend_must_be_known() -> None:
+    with pytest.raises(ValueError, match="attention_backend is 'xformers'; allowed are 'auto', 'triton'"):
+        config(attention_backend="xformers")
+
+
+def test_each_rank_needs_a_gpu() -> None:
+    check_devices(1, 1)
+    check_devices(2, 4)
+    with pytest.raises(ValueError, match=r"tensor_parallel_size is 4, and torch sees 2 CUDA device\(s\).*CUDA_VISIBLE"):
+        check_devices(4, 2)
+
+
+# --- The check on a real card --------------------------------------------------------------------------------------
+
+
+def test_the_check_survives_failing_parts_and_stops_in_time() -> None:
+    now = [0.0]
+
+    def run(part: str, machine: Machine | None, seconds: float) -> list[Figure]:
+        now[0] += 100
+        if part == "machine":
+            return [Figure(part, "read", 4000.0, "GB/s"), Figure(part, "gemm", 800.0, "TFLOP/s")]
+        assert machine == Machine(4000.0, 800.0)
+        if part == "kernels":
+            raise RuntimeError("an illegal memory access was encountered")
+        return [Figure(part, "something", 3000.0, "GB/s", 4000.0, 0.75, False)]
+
+    figures, failures = gpu_check.check(run, budget=290, clock=lambda: now[0])
+    assert [figure.part for figure in figures] == ["machine", "machine", "equality"]
+    assert failures["kernels"] == "an illegal memory access was encountered"
+    assert set(failures) == set(gpu_check.PARTS) - {"machine", "equality"} and "time was up" in failures["steps"]
+    lines = gpu_check.table(figures, failures).splitlines()
+    assert any(line.startswith("kernels") and "illegal memory access" in line for line in lines)
+    assert any("75.0%" in line and "4000" in line and "MISSED" in line for line in lines)
+
+
+def test_a_part_that_dies_in_its_process_is_a_failure_with_its_last_words() -> None:
+    with pytest.raises(RuntimeError, match="no_such_part"):
+        gpu_check.run_in_process("no_such_part", Machine(1.0, 1.0), 60)
+
+
+def test_the_report_is_written_and_the_status_tells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+
+    def run(missed: str, part: str, machine: Machine | None, seconds: float) -> list[Figure]:
+        rates = [Figure(part, "read", 4000.0, "GB/s"), Figure(part, "gemm", 800.0, "TFLOP/s")]
+        return rates if part == "machine" else [Figure(part, "x", 1.0, "ms", passed=part != missed)]
+
+    for missed, status in (("", 0), ("steps", 1)):
+        assert gpu_check.main(partial(run, missed), str(tmp_path / "out.json")) == status
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["device"] == "a card" and len(report["figures"]) == 2 + len(gpu_check.PARTS) - 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to check")
+def test_without_a_gpu_the_check_says_so_and_fails(capsys: Any, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        throughput.main(["--gpu-check"])
+    assert exit_.value.code == 2
+    captured = capsys.readouterr()
+    assert "no GPU" in captured.err and captured.out == ""

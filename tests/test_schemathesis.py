@@ -1,0 +1,40 @@
+"""schemathesis against the server's own description: no bad body is accepted, and none is a 500."""
+
+from __future__ import annotations
+
+import schemathesis
+from hypothesis import HealthCheck, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    ignored_auth,
+    negative_data_rejection,
+    status_code_conformance,
+    unsupported_method,
+)
+from server_kit import ScriptedLLM
+
+from nanoinfer.entrypoints.openai.api_server import create_app
+from nanoinfer.entrypoints.openai.config import ServerConfig
+
+KEY = "the-key"
+APP = create_app(ScriptedLLM(), ServerConfig(api_key=[KEY], served_model_name=["demo"]))  # type: ignore[arg-type]
+HEADERS = {"Authorization": f"Bearer {KEY}"}
+SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", APP, headers=HEADERS)
+CHECKS = [
+    not_a_server_error, negative_data_rejection, status_code_conformance, content_type_conformance, ignored_auth,
+    unsupported_method,
+]  # fmt: skip
+
+
+@SCHEMA.parametrize()
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+def test_no_bad_body_is_accepted_and_none_is_a_500(case: schemathesis.Case) -> None:
+    case.call_and_validate(headers=HEADERS, checks=CHECKS)
+
+
+def test_the_description_names_every_route() -> None:
+    assert set(SCHEMA) >= {
+        "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}", "/tokenize", "/detokenize",
+        "/health", "/metrics", "/version",
+    }  # fmt: skip

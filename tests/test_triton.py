@@ -1,0 +1,89 @@
+"""Triton without a GPU: the interpreter's tests, in processes of their own, and what compiling ahead of time says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is for Linux on x86-64")
+
+TESTS = Path(__file__).resolve().parent
+# What a program of an H100, H200 or B200 may have; an A100 has 164 KiB, an Ada card 100.
+SHARED_LIMIT = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+
+
+CASES = ("triton_engine_cases.py", "triton_cases.py")
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """Triton's switch is read at import, so what is interpreted and what is compiled have processes of their own, which
+    run side by side."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
+    arguments = {cases: ["pytest", "-p", "no:cacheprovider", "--durations=3", str(TESTS / cases)] for cases in CASES}
+    arguments["compile"] = ["nanoinfer.kernels.triton.compile", *map(str, SHARED_LIMIT)]
+    running = {
+        name: subprocess.Popen(
+            [sys.executable, "-m", *of_name],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=TESTS.parent,
+            env=environment,
+        )
+        for name, of_name in arguments.items()
+    }
+    yield running
+    for process in running.values():
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("cases", CASES)
+def test_in_the_interpreter(processes: dict[str, subprocess.Popen[str]], cases: str) -> None:
+    said, _ = processes[cases].communicate(timeout=300)
+    assert processes[cases].returncode == 0, said[-8000:]
+    assert " passed" in said and "skipped" not in said, said
+
+
+def test_every_kernel_compiles_for_every_generation_and_spills_nothing(
+    processes: dict[str, subprocess.Popen[str]],
+) -> None:
+    said, _ = processes["compile"].communicate(timeout=300)
+    assert processes["compile"].returncode == 0, said[-8000:]
+    print(said)  # for whoever runs pytest -s, and in CI's log when something is over the bound
+    rows = [line.split() for line in said.splitlines()[1:]]
+    for capability, limit in SHARED_LIMIT.items():
+        mine = [row[1:] for row in rows if int(row[2]) == capability]
+        assert {row[0] for row in mine} >= {
+            "rms_norm_kernel", "silu_and_mul_kernel", "norm_rotate_store_kernel", "store_kv_kernel",
+            "paged_decode_kernel", "merge_splits_kernel", "paged_prefill_kernel", "prepare_decode_kernel",
+            "store_tokens_kernel", "partial_argmax_kernel", "merge_argmax_kernel", "segment_sums_kernel",
+            "draw_kernel", "threshold_kernel", "penalize_kernel",
+        }  # fmt: skip
+        assert sum(row[0] == "paged_decode_kernel" for row in mine) == 6, "three shapes, with splits and without"
+        for name, sm, warps, registers, spilled, shared in mine:
+            assert int(spilled) == 0, f"{name} spills {spilled} bytes on sm_{sm}"
+            assert int(shared) <= limit, f"{name} wants {shared} bytes of shared memory on sm_{sm}"
+            # A multiprocessor has 65536 registers: so many programs of decode attention are resident at least.
+            resident = 65536 // (int(registers) * int(warps) * 32)
+            assert resident >= (3 if name == "paged_decode_kernel" else 1), f"{name}: {registers} registers on sm_{sm}"
+
+
+def test_what_is_compiled_is_what_is_launched() -> None:
+    from nanoinfer.kernels.triton import compile as tool
+
+    launches = tool.launches_of(tool.Shape(), num_splits=(1, 8))
+    names = [launch.name for launch in launches]
+    assert names.count("paged_decode_kernel") == 2 and names.count("merge_splits_kernel") == 1
+    assert {name for module in tool._MODULES for name in vars(module) if name.endswith("_kernel")} == set(names)
+    other = tool.launches_of(replace(tool.Shape(), num_heads=32, dtype=torch.float16))
+    (decode,) = (one for one in other if one.name == "paged_decode_kernel" and one.options["NUM_SPLITS"] == 1)
+    assert decode.options["GROUP"] == 4 and decode.arguments[0].dtype == torch.float16

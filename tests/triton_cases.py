@@ -1,0 +1,332 @@
+"""The Triton kernels in Triton's interpreter, on CPU tensors, against their twins.
+
+Run by test_triton.py in a process of its own: TRITON_INTERPRET is read when triton is imported. Not collected by name.
+"""
+
+# ruff: noqa: I001
+
+from __future__ import annotations
+
+import triton_interpreter  # noqa: F401  (first: it sets the switch)
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from nanoinfer.kernels import reference
+from nanoinfer.kernels.triton import activation, decode, inputs, kv_store, norm, prefill, sampler
+from nanoinfer.layers.sampler import uniforms as numpy_uniforms
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# The interpreter is slow: shrinking would take minutes.
+few = settings(
+    max_examples=10, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, phases=[Phase.generate]
+)
+seeds = st.integers(0, 2**31)
+
+
+def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_near(out: torch.Tensor, expected: torch.Tensor) -> None:
+    limit = 1e-5 if expected.dtype in (torch.float32, torch.float64) else 1e-2
+    assert out.dtype == expected.dtype and out.shape == expected.shape
+    assert bool(out.isfinite().all())
+    error = (out.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-9)
+    assert error < limit, f"relative error {error}"
+
+
+@few
+@given(st.sampled_from(DTYPES), st.integers(1, 5), st.integers(1, 300), st.booleans(), seeds)
+def test_rms_norm(dtype: torch.dtype, rows: int, size: int, has_residual: bool, seed: int) -> None:
+    x, residual, weight = (randn(n, size, seed=seed + i, dtype=dtype) for i, n in enumerate((rows, rows, 1)))
+    if has_residual:
+        expected, total = reference.add_rms_norm(x, residual, weight[0], 1e-6)
+        out = norm.add_rms_norm(x, residual, weight[0], 1e-6)
+        assert torch.equal(residual, total)
+    else:
+        out, expected = norm.rms_norm(x, weight[0], 1e-6), reference.rms_norm(x, weight[0], 1e-6)
+    assert_near(out, expected)
+
+
+@few
+@given(st.sampled_from(DTYPES), st.integers(1, 5), st.integers(1, 1500), seeds)
+def test_silu_and_mul(dtype: torch.dtype, rows: int, size: int, seed: int) -> None:
+    x = randn(rows, 2 * size, seed=seed, dtype=dtype) * 30
+    assert_near(activation.silu_and_mul(x), reference.silu_and_mul(x))
+
+
+def random_slots(rng: np.random.Generator, count: int, num_slots: int) -> torch.Tensor:
+    """Distinct ones; about one in four is -1."""
+    slots = torch.from_numpy(rng.permutation(num_slots)[:count])
+    return slots.where(torch.from_numpy(rng.random(count) > 0.25), -1)
+
+
+@few
+@given(
+    st.sampled_from(DTYPES), st.integers(1, 7), st.integers(1, 3), st.sampled_from([1, 2, 3, 5]),
+    st.sampled_from([2, 6, 16, 64, 80]), st.sampled_from([1, 5, 16]), seeds,
+)  # fmt: skip
+def test_norm_rotate_store_and_store_kv(
+    dtype: torch.dtype, tokens: int, kv_heads: int, group: int, head_dim: int, block_size: int, seed: int
+) -> None:
+    heads = kv_heads * group
+    qkv = randn(tokens, heads + 2 * kv_heads, head_dim, seed=seed, dtype=dtype)
+    q_weight, k_weight = (randn(head_dim, seed=seed + i, dtype=dtype) for i in (1, 2))
+    cos, sin = (randn(tokens, head_dim // 2, seed=seed + i, dtype=dtype) for i in (3, 4))
+    blocks = -(-tokens // block_size) + 1
+    slots = random_slots(np.random.default_rng(seed), tokens, blocks * block_size)
+    caches = [torch.full((blocks, kv_heads, block_size, head_dim), 7.0, dtype=dtype) for _ in range(4)]
+    q = kv_store.norm_rotate_store(qkv, q_weight, k_weight, cos, sin, caches[0], caches[1], slots, 1e-6)
+
+    split = qkv.split([heads, kv_heads, kv_heads], dim=1)
+    k = reference.apply_rotary(reference.rms_norm(split[1], k_weight, 1e-6), cos, sin)
+    live = slots >= 0
+    for cache, values in ((caches[2], k), (caches[3], split[2])):
+        reference.store_kv(cache, values[live], slots[live])
+    assert_near(q, reference.apply_rotary(reference.rms_norm(split[0], q_weight, 1e-6), cos, sin))
+    assert_near(caches[0], caches[2])
+    assert torch.equal(caches[1], caches[3])
+    # Slots of nobody are as they were: padding wrote nowhere.
+    for cache in caches[:2]:
+        flat = cache.transpose(1, 2).flatten(0, 1)
+        untouched = torch.ones(len(flat), dtype=torch.bool)
+        untouched[slots[live]] = False
+        assert bool((flat[untouched] == 7).all())
+
+    again = [torch.full_like(caches[0], 7.0) for _ in range(2)]
+    kv_store.store_kv(k, split[2], *again, slots)
+    assert torch.equal(again[0], caches[2]) and torch.equal(again[1], caches[3])
+
+
+class Paged:
+    """Contexts in shuffled blocks; all that belongs to nobody is NaN."""
+
+    def __init__(
+        self, dtype: torch.dtype, seq_lens: list[int], kv_heads: int, head_dim: int, block_size: int, seed: int
+    ) -> None:
+        rng = np.random.default_rng(seed)
+        columns = [-(-length // block_size) for length in seq_lens]
+        order = rng.permutation(sum(columns) + 2)
+        shape = (len(order), kv_heads, block_size, head_dim)
+        self.k, self.v = torch.full(shape, math.nan, dtype=dtype), torch.full(shape, math.nan, dtype=dtype)
+        self.tables = torch.full((len(seq_lens), max(columns) + 1), 10**6, dtype=torch.int32)
+        start = 0
+        for i, (length, count) in enumerate(zip(seq_lens, columns, strict=True)):
+            blocks = torch.from_numpy(order[start : start + count].astype(np.int32))
+            self.tables[i, :count] = blocks
+            position = torch.arange(length)
+            slots = blocks.long()[position // block_size] * block_size + position % block_size
+            for j, cache in enumerate((self.k, self.v)):
+                reference.store_kv(cache, randn(length, kv_heads, head_dim, seed=seed + 2 * i + j, dtype=dtype), slots)
+            start += count
+        self.seq_lens = torch.tensor(seq_lens, dtype=torch.int32)
+
+
+shapes = st.tuples(
+    st.sampled_from(DTYPES), st.integers(1, 2), st.sampled_from([1, 2, 3, 5, 17]), st.sampled_from([8, 24, 64]),
+    st.sampled_from([1, 4, 5, 16, 100]),
+)  # fmt: skip
+
+
+@few
+@given(shapes, st.lists(st.integers(0, 500), min_size=1, max_size=3), st.sampled_from([1, 2, 3, 8]), seeds)
+def test_paged_decode(
+    shape: tuple[torch.dtype, int, int, int, int], seq_lens: list[int], num_splits: int, seed: int
+) -> None:
+    dtype, kv_heads, group, head_dim, block_size = shape
+    paged = Paged(dtype, seq_lens, kv_heads, head_dim, block_size, seed)
+    # The queries lie among others, in another order.
+    rows = torch.from_numpy(np.random.default_rng(seed).permutation(len(seq_lens) + 2)[: len(seq_lens)]).int()
+    q = randn(len(seq_lens) + 2, kv_heads * group, head_dim, seed=seed, dtype=dtype)
+    out = torch.full_like(q, 7.0)
+    scale = head_dim**-0.5
+    decode.paged_decode(q, paged.k, paged.v, paged.tables, paged.seq_lens, rows, out, scale, num_splits)
+    for i, length in enumerate(seq_lens):
+        if length == 0:
+            assert bool((out[rows[i]] == 0).all()), "a padding row"
+            continue
+        expected = reference.paged_attention(
+            q[rows[i]].unsqueeze(0), paged.k, paged.v, paged.tables[i : i + 1], torch.tensor([0, 1]),
+            paged.seq_lens[i : i + 1], scale,
+        )  # fmt: skip
+        assert_near(out[rows[i]].unsqueeze(0), expected)
+    others = torch.ones(len(q), dtype=torch.bool)
+    others[rows.long()] = False
+    assert bool((out[others] == 7).all())
+
+
+@few
+@given(
+    shapes,
+    st.lists(st.tuples(st.integers(1, 150), st.integers(0, 150)), min_size=1, max_size=3),
+    seeds,
+)
+def test_paged_prefill(
+    shape: tuple[torch.dtype, int, int, int, int], lengths: list[tuple[int, int]], seed: int
+) -> None:
+    """lengths: of the queries, and of the prefix that is cached."""
+    dtype, kv_heads, group, head_dim, block_size = shape
+    paged = Paged(dtype, [sum(pair) for pair in lengths], kv_heads, head_dim, block_size, seed)
+    starts = np.concatenate(([0], np.cumsum([count for count, _ in lengths]))).astype(np.int32)
+    q = randn(int(starts[-1]), kv_heads * group, head_dim, seed=seed, dtype=dtype)
+    out = torch.full_like(q, 7.0)
+    chosen = np.arange(len(lengths))[:: 2 if seed % 2 else 1]
+    items = prefill.work_items(starts, chosen, prefill.queries_per_tile(dtype, group))
+    prefill.paged_prefill(
+        q, paged.k, paged.v, paged.tables, paged.seq_lens, torch.from_numpy(starts), torch.from_numpy(items), out,
+        head_dim**-0.5,
+    )  # fmt: skip
+    expected = reference.paged_attention(
+        q, paged.k, paged.v, paged.tables, torch.from_numpy(starts), paged.seq_lens, head_dim**-0.5
+    )
+    for i in range(len(lengths)):
+        rows = slice(starts[i], starts[i + 1])
+        if i in chosen:
+            assert_near(out[rows], expected[rows])
+        else:
+            assert bool((out[rows] == 7).all()), "another sequence's rows were written"
+
+
+def test_each_query_has_exactly_one_work_item() -> None:
+    starts = np.array([0, 3, 3 + 64, 3 + 64 + 65, 3 + 64 + 65 + 1])
+    items = prefill.work_items(starts, np.array([0, 2, 3]), 64)
+    assert sorted(map(tuple, items.tolist())) == [(0, 0), (2, 0), (2, 64), (3, 0)]
+    assert items[0].tolist() == [2, 64], "the tile with the longest context comes first"
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "max_seq_len", "expected"),
+    [(1, 64, 1), (1, 8192, 32), (8, 8192, 16), (20, 8192, 8), (64, 8192, 2), (256, 8192, 1)],
+)
+def test_number_of_splits(num_seqs: int, max_seq_len: int, expected: int) -> None:
+    """6 programs for each of an H200's 132 multiprocessors, 8 KV heads; 128 tokens or more each; powers of two."""
+    assert decode.num_splits_for(num_seqs, 8, max_seq_len, 132) == expected
+
+
+@few
+@given(st.integers(1, 300), st.sampled_from([1, 5, 16]), seeds)
+def test_prepare_decode_and_store_tokens(count: int, block_size: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    table_rows, columns = count + 3, 9
+    rows = torch.from_numpy(rng.permutation(table_rows)[:count].astype(np.int32))
+    rows[torch.from_numpy(rng.random(count) < 0.3)] = -1
+    num_computed = torch.from_numpy(rng.integers(0, columns * block_size, count).astype(np.int32))
+    last_token = torch.from_numpy(rng.integers(0, 1000, table_rows))
+    num_prompt = torch.from_numpy(rng.integers(1, 20, table_rows).astype(np.int32))
+    row_seeds = rng.integers(0, 2**64, table_rows, np.uint64)
+    tables = torch.from_numpy(rng.integers(0, 10**6, (table_rows, columns)).astype(np.int32))
+    arguments = (rows, num_computed, last_token, num_prompt, torch.from_numpy(row_seeds.view(np.int64)), tables)
+    outputs = inputs.prepare_decode(*arguments, block_size)
+    for out, expected in zip(outputs, reference.prepare_decode(*arguments, block_size), strict=True):
+        assert out.dtype == expected.dtype and torch.equal(out, expected)
+    live = (rows >= 0).numpy()
+    index = (num_computed + 1 - num_prompt[rows.long()]).numpy()[live].astype(np.int64).view(np.uint64)
+    assert np.array_equal(outputs[4].numpy()[live], numpy_uniforms(row_seeds[rows.numpy()[live]], index))
+
+    tokens = torch.from_numpy(rng.integers(-1, 1000, count))
+    before = last_token.clone()
+    inputs.store_tokens(last_token, rows, tokens)
+    before[rows[live].long()] = tokens[live].clamp(min=0)
+    assert torch.equal(last_token, before)
+
+
+def sampling_case(dtype: torch.dtype, rows: int, columns: int, seed: int) -> tuple[torch.Tensor, ...]:
+    """(logits, best, inverse temperature, uniforms); the logits lie in a wider matrix."""
+    logits = (randn(rows, columns + 3, seed=seed) * 4).to(dtype)[:, :columns]
+    generator = torch.Generator().manual_seed(seed)
+    inverse = 1 / (torch.rand(rows, generator=generator) * 2 + 0.1)
+    return logits, logits.float().amax(dim=1), inverse, torch.rand(rows, generator=generator, dtype=torch.float64)
+
+
+@few
+@given(st.sampled_from(DTYPES), st.integers(1, 3), st.sampled_from([1, 5, 511, 513, 4097, 9000]), seeds)
+def test_row_argmax(dtype: torch.dtype, rows: int, columns: int, seed: int) -> None:
+    logits, *_ = sampling_case(dtype, rows, columns, seed)
+    logits[0, columns // 2 :] = logits[0].max()  # a tie
+    best, winners = sampler.row_argmax(logits)
+    expected, expected_winners = reference.row_argmax(logits)
+    assert torch.equal(best, expected) and torch.equal(winners, expected_winners)
+    for bad in (math.nan, math.inf, -math.inf):
+        broken = logits.clone()
+        broken[0, 0 if math.isfinite(bad) or bad != -math.inf else slice(None)] = bad
+        best = sampler.row_argmax(broken)[0]
+        assert not bool(best[0].isfinite()) and bool(best[1:].isfinite().all())
+
+
+@few
+@given(st.sampled_from(DTYPES), st.integers(1, 3), st.sampled_from([1, 511, 513, 5000]), seeds)
+def test_draw(dtype: torch.dtype, rows: int, columns: int, seed: int) -> None:
+    logits, best, inverse, numbers = sampling_case(dtype, rows, columns, seed)
+    least = best - 6.0 if seed % 2 else torch.full_like(best, -math.inf)
+    sums = sampler.segment_sums(logits, best, inverse, least)
+    kept = logits.float().masked_fill(logits.float() < least.unsqueeze(1), -math.inf)
+    assert_near(sums, reference.segment_sums(kept, best, inverse, sampler.SEGMENT))
+    targets = numbers * sums.sum(dim=-1)
+    tokens = sampler.draw(logits, best, inverse, least, sums, targets)
+    assert torch.equal(tokens, reference.draw(logits, best, inverse, least, targets))
+    # Beyond the end (sums that were rounded up): the last token that has a weight.
+    tokens = sampler.draw(logits, best, inverse, least, sums, sums.sum(dim=-1) * 1.001)
+    assert torch.equal(tokens, reference.draw(logits, best, inverse, least, sums.sum(dim=-1) * 1.001))
+
+
+filters = st.tuples(
+    st.sampled_from([0.0, 0.05, 1.0]), st.sampled_from([0, 1, 3, 50, 10**6]), st.sampled_from([1.0, 0.9, 0.3, 1e-6])
+)
+
+
+@few
+@given(st.sampled_from(DTYPES), st.lists(filters, min_size=1, max_size=4), st.sampled_from([1, 700, 5000]), seeds)
+def test_sampling_threshold(
+    dtype: torch.dtype, chosen: list[tuple[float, int, float]], columns: int, seed: int
+) -> None:
+    logits, best, inverse, _ = sampling_case(dtype, len(chosen), columns, seed)
+    min_p, top_k, top_p = (torch.tensor(values) for values in zip(*chosen, strict=True))
+    arguments = (logits, best, inverse, min_p, top_k.int(), top_p)
+    least, expected = sampler.sampling_threshold(*arguments), reference.sampling_threshold(*arguments)
+    kept, kept_expected = logits.float() >= least[:, None], logits.float() >= expected[:, None]
+    # Sums in another order may put a token that is right on the edge of top_p on either side.
+    assert int((kept != kept_expected).sum(dim=1).max()) <= (1 if bool((top_p < 1).any()) else 0)
+    assert bool(kept.any(dim=1).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_top_k_keeps_ties_and_top_p_the_least_set(dtype: torch.dtype) -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, -2.0, 2.0, -5.0]], dtype=dtype)
+    best, one = torch.tensor([3.0]), torch.tensor([1.0])
+
+    def kept(min_p: float = 0.0, top_k: int = 0, top_p: float = 1.0) -> list[int]:
+        least = sampler.sampling_threshold(
+            logits, best, one, torch.tensor([min_p]), torch.tensor([top_k], dtype=torch.int32), torch.tensor([top_p])
+        )
+        return torch.nonzero(logits[0].float() >= least)[:, 0].tolist()
+
+    assert kept() == [0, 1, 2, 3, 4, 5]
+    assert kept(top_k=1) == [1, 2] and kept(top_k=3) == [1, 2, 4] and kept(top_k=5) == [0, 1, 2, 3, 4]
+    # Weights 1, 1, 0.368, 0.135, 0.0067, 0.0003: together 2.51.
+    assert kept(top_p=0.5) == [1, 2] and kept(top_p=0.85) == [1, 2, 4] and kept(top_p=0.95) == [0, 1, 2, 4]
+    assert kept(min_p=0.3) == [1, 2, 4] and kept(min_p=1.0) == [1, 2]
+    assert kept(top_k=3, top_p=0.9) == [1, 2, 4], "top_p is of what top_k leaves"
+
+
+@few
+@given(st.integers(1, 4), st.sampled_from([1, 700, 1025]), seeds)
+def test_penalize(rows: int, columns: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = randn(rows + 1, columns, seed=seed)
+    in_prompt = torch.rand(rows, columns + 2, generator=generator) < 0.3
+    output = torch.randint(0, 3, (rows, columns + 2), generator=generator, dtype=torch.int32)
+    repetition, presence, frequency = torch.rand(3, rows, generator=generator) + 0.5
+    expected = logits.clone()
+    chosen = torch.arange(1, rows + 1)
+    expected[chosen] = reference.penalize(
+        logits[chosen], in_prompt[:, :columns], output[:, :columns], repetition, presence, frequency
+    )
+    counts = output + in_prompt.int() * sampler.IN_PROMPT
+    sampler.penalize(logits, chosen.int(), counts, repetition, presence, frequency)
+    torch.testing.assert_close(logits, expected)
