@@ -434,14 +434,20 @@ def run_attention(mixture: dict[str, Any], dtype: torch.dtype = torch.float32) -
         slots += where[n - q :]
         stored += where[: n - q]
         positions += range(n - q, n)
-    keys, values = cache.layer(1)
+    # The oracle's keys and values lie in the plain order, the tiled kernels' in their own.
+    plain = torch.full((2, num_blocks, kv_heads, block_size, dim), float("nan"), dtype=dtype)
+    orders = (reference.tile_keys, reference.tile_values)
+
+    def ordered() -> torch.Tensor:
+        return torch.stack([order(x) for order, x in zip(orders, plain, strict=True)]) if backend.can_replay else plain
 
     def at(slots: list[int]) -> tuple[torch.Tensor, slice, torch.Tensor]:
         return torch.tensor(slots) // block_size, slice(None), torch.tensor(slots) % block_size
 
-    for part in (keys, values):
+    for part in plain:
         if stored:
             part[at(stored)] = torch.randn((len(stored), kv_heads, dim), generator=generator).to(dtype)
+    cache.data[:, 1] = ordered()
     total = sum(query_lens)
     q = torch.randn((total, heads, dim), generator=generator).to(dtype)
     k = torch.randn((total, kv_heads, dim), generator=generator).to(dtype)
@@ -458,16 +464,14 @@ def run_attention(mixture: dict[str, Any], dtype: torch.dtype = torch.float32) -
         max_seq_len=max(seq_lens),
     )
     batch.plan = backend.plan(batch, block_size)
-    before = cache.data.clone()
     backend.store(k, v, cache.layer(1), batch)
     # store: exactly the given slots of exactly this layer.
-    before.nan_to_num_(123.0)
-    for index, written in ((0, k), (1, v)):
-        before[index, 1][at(slots)] = written
-    assert torch.equal(cache.data.nan_to_num(123.0), before)
+    plain[0][at(slots)], plain[1][at(slots)] = k, v
+    assert torch.equal(cache.data[:, 1].nan_to_num(123.0), ordered().nan_to_num(123.0))
+    assert cache.data[:, 0].isnan().all()
     out = backend.attend(q, cache.layer(1), batch)
     expected = reference.paged_attention(
-        q, keys, values, batch.block_tables, batch.query_start_loc, batch.seq_lens, dim**-0.5
+        q, *plain, batch.block_tables, batch.query_start_loc, batch.seq_lens, dim**-0.5
     )
     return out, expected
 

@@ -232,12 +232,13 @@ class CPUAttention(AttentionBackend):
         )
 
     def store(self, k: torch.Tensor, v: torch.Tensor, kv: LayerKV, batch: ForwardBatch) -> None:
-        """In the plain order: tiled caches are written by `prepare`'s kernel alone."""
+        tiled = (reference.store_tiled_keys, reference.store_tiled_values)
         for i, x in enumerate((k, v)):
             if kv[i].dtype == torch.int8:
                 x, scales = reference.quantize_kv(x)
                 reference.store_kv(kv[2 + i], scales, batch.slot_mapping)
-            reference.store_kv(kv[i], x, batch.slot_mapping)
+            store = tiled[i] if self._tiled else reference.store_kv
+            store(kv[i], x, batch.slot_mapping)
 
     def attend(self, q: torch.Tensor, kv: LayerKV, batch: ForwardBatch) -> torch.Tensor:
         plan = batch.plan

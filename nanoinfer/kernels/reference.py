@@ -108,6 +108,22 @@ def tile_values(v: torch.Tensor) -> torch.Tensor:
     return tiles.permute(0, 1, 2, 5, 3, 6, 4).reshape(v.shape)
 
 
+def store_tiled_keys(cache: torch.Tensor, keys: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """`store_kv` for a cache in the order of `tile_keys`."""
+    block_size, dims = cache.shape[2], 64 // cache.dtype.itemsize
+    tiles = cache.view(*cache.shape[:2], -1, cache.shape[3] // dims, 16, dims)
+    block, offset = slot_mapping // block_size, slot_mapping % block_size
+    tiles[block, :, offset // 16, :, offset % 16] = keys.unflatten(2, (-1, dims))
+
+
+def store_tiled_values(cache: torch.Tensor, values: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """`store_kv` for a cache in the order of `tile_values`."""
+    block_size, ways = cache.shape[2], 4 // cache.dtype.itemsize
+    tiles = cache.view(*cache.shape[:2], -1, cache.shape[3] // 16, 32 // ways, 16, ways)
+    block, offset = slot_mapping // block_size, slot_mapping % block_size
+    tiles[block, :, offset // 32, :, offset % 32 // ways, :, offset % ways] = values.unflatten(2, (-1, 16))
+
+
 def paged_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
