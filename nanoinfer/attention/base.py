@@ -13,9 +13,8 @@ import torch
 
 from nanoinfer.config import ModelConfig
 from nanoinfer.kernels import reference
+from nanoinfer.kernels.reference import LayerKV
 
-# One layer's keys and values, as the backend keeps them; a quantized cache's scales follow.
-LayerKV = tuple[torch.Tensor, ...]
 # cos and sin of the step's positions, [num_tokens, head_dim / 2] each, in the model's dtype.
 Rotation = tuple[torch.Tensor, torch.Tensor]
 

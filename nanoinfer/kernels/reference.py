@@ -12,6 +12,10 @@ import math
 import torch
 import torch.nn.functional as F
 
+# One layer's keys and values, [blocks, num_kv_heads, block_size, head_dim] each, in the order that their backend keeps
+# them in; for int8, also the scales of both, [blocks, num_kv_heads, block_size] float32.
+LayerKV = tuple[torch.Tensor, ...]
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """RMSNorm (Zhang and Sennrich, 2019) over the last dimension. x: [..., size], weight: [size]."""

@@ -95,12 +95,6 @@ static void configure_tiles(int64_t top, int64_t rest) {
 }
 
 
-static inline void store_bf16(bf16 *out, __m512 values, int64_t count) {
-    const __m256i packed = (__m256i)_mm512_cvtneps_pbh(values);
-    if (count >= 16) _mm256_storeu_si256((__m256i *)out, packed);
-    else if (count > 0) _mm256_mask_storeu_epi16(out, (__mmask16)((1u << count) - 1), packed);
-}
-
 static inline __m512 silu(__m512 x) {
     // exp of at most 87, so that the quotient cannot become 0 / inf's opposite.
     const __m512 e = exp512(_mm512_min_ps(_mm512_sub_ps(_mm512_setzero_ps(), x), _mm512_set1_ps(87.0f)));

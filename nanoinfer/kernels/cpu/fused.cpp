@@ -90,11 +90,6 @@ static void norm_and_rotate(const T *x, const T *weight, const T *cos, const T *
     }
 }
 
-// One token's key or value of one head to a cache where it lies as it is.
-template <typename T> static void store_plain(const T *x, int64_t head_dim, int64_t row, T *cache) {
-    memcpy(cache + row * head_dim, x, sizeof(T) * head_dim);
-}
-
 #ifdef WIDE
 // The orders of keys and values in decode_tiled.cpp, of which `row` is a token and head.
 template <typename T> static void store_key_tiles(const T *x, int64_t head_dim, int64_t row, T *cache) {
@@ -134,8 +129,8 @@ static float quantize(const bf16 *x, int64_t head_dim, int8_t *q) {
 // Where a head's keys and values of one token go. row: of the cache seen as [blocks * kv_heads * block_size].
 struct PlainStore {
     template <typename T> static void put(const T *k, const T *v, int64_t head_dim, int64_t row, T *keys, T *values, float *, float *) {
-        store_plain(k, head_dim, row, keys);
-        store_plain(v, head_dim, row, values);
+        memcpy(keys + row * head_dim, k, sizeof(T) * head_dim);
+        memcpy(values + row * head_dim, v, sizeof(T) * head_dim);
     }
 };
 #ifdef WIDE

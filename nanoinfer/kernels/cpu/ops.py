@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from nanoinfer.kernels.cpu.build import BuildError, build_kernels
+from nanoinfer.kernels.reference import LayerKV
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +49,6 @@ _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.int8: "int8"}
 # As in decode.cpp.
 MAX_GROUP = 16
 MAX_HEAD_DIM = 256
-# One layer's keys and values, [blocks, num_kv_heads, block_size, head_dim] each; for int8, also the scales of both,
-# [blocks, num_kv_heads, block_size] float32. For the tiled kernels, values lie in another order: decode_tiled.cpp.
-LayerKV = tuple[torch.Tensor, ...]
 _HUGE_PAGE = 2 << 20
 _MADV_POPULATE_WRITE = 23
 _POPULATED_AT_ONCE = 16 * _HUGE_PAGE

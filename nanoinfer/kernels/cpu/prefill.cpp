@@ -300,7 +300,7 @@ static void store_outputs(const QueryTile &tile, const Queries &queries, int64_t
         const __m512 factor = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(_mm512_load_ps(tile.sums[r])));
         bf16 *out = queries.out + queries.offset(first + r, head_dim);
         for (int64_t d = 0; d < head_dim / 16; ++d)
-            store_bf16(out + d * 16, _mm512_mul_ps(_mm512_load_ps(tile.acc[d / 2][r / 16 * 2 + d % 2][r % 16]), factor), 16);
+            store16(out + d * 16, _mm512_mul_ps(_mm512_load_ps(tile.acc[d / 2][r / 16 * 2 + d % 2][r % 16]), factor), 0xffff);
     }
 }
 
