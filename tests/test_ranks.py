@@ -351,6 +351,17 @@ def test_a_rank_that_sleeps_is_an_error_that_tells_the_time_out_and_what_each_ra
     assert_dead(llm, ranks, "2 s")
 
 
+@pytest.mark.parametrize("depth", [1, 150])
+def test_the_end_of_a_stack_is_found_and_no_earlier(depth: int, tmp_path: Path) -> None:
+    """A rank writes its stack piece by piece, which a busy machine can stretch out."""
+    program = "def dive(n):\n    dive(n - 1) if n else faulthandler.dump_traceback(all_threads=False)\n"
+    (tmp_path / "deep.py").write_text(f"import faulthandler\n{program}dive({depth})\n")
+    command = [sys.executable, "-c", multiproc._BOOT, "deep", json.dumps([str(tmp_path), *sys.path])]
+    stack = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert stack.count("in dive") == min(depth + 1, 100)
+    assert [n for n in range(len(stack) + 1) if multiproc._STACK_END.search(stack[:n])] == [len(stack)]
+
+
 @pytest.mark.usefixtures("leaves_nothing")
 @pytest.mark.parametrize("victim", [0])
 def test_a_rank_that_cannot_even_tell_where_it_hangs_is_an_error_all_the_same(victim: int, model: Model) -> None:
