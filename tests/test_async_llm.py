@@ -99,7 +99,7 @@ def gated(apart: bool = False, tokenizer: bool = False, **options: Any) -> Itera
     finally:
         ranks.open()
         llm._stop()
-    assert not llm._thread.is_alive()
+    assert not llm._loop._thread.is_alive()
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
@@ -128,7 +128,7 @@ async def assert_idle(llm: AsyncLLM) -> None:
     await llm.check_health()  # behind all commands that were given before
     kit_engine = llm._engine
     kit_engine.scheduler.check()
-    assert not kit_engine.has_unfinished and not llm._live and not llm._mailboxes
+    assert not kit_engine.has_unfinished and not llm._loop._live and not llm._loop._mailboxes
     assert not any(kit_engine.scheduler.block_manager.ref_counts)
     stats = llm.stats()
     assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
@@ -376,7 +376,7 @@ def test_requests_of_an_event_loop_that_is_gone_are_aborted() -> None:
         async def second() -> None:
             ranks.open()
             assert (await collect(llm.generate([2], greedy(20))))[-1].finished
-            await until(lambda: not llm._mailboxes)
+            await until(lambda: not llm._loop._mailboxes)
             await assert_idle(llm)
 
         asyncio.run(first())
@@ -396,6 +396,7 @@ def test_bad_requests_raise_at_the_call_and_queue_nothing() -> None:
                 ([1], SamplingParams(logit_bias={400: 1.0}), {}, "logit_bias"),
                 ([1], SamplingParams(bad_words=["a"]), {}, "bad_words"),
                 ([1], None, {"cache_salt": ""}, "cache_salt"),
+                ({"prompt": 3}, None, {}, "must be a string"),
                 ([1], SamplingParams(n=2), {"grammar": threading.Lock()}, "copied"),
             ):
                 with pytest.raises(ValueError, match=what):
@@ -407,6 +408,124 @@ def test_bad_requests_raise_at_the_call_and_queue_nothing() -> None:
             ranks.open()
             assert (await collect(first))[-1].finished
             assert (await collect(llm.generate([1], greedy(3), "a")))[-1].finished, "the id is free again"
+
+    run(main())
+
+
+# --- Texts -------------------------------------------------------------------------------------------------------
+
+
+class GatedTokenizer:
+    """Each text waits for a permit, in whatever thread it is tokenized."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.gate, self.has_begun = threading.Semaphore(0), threading.Semaphore(0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        self.has_begun.release()
+        assert self.gate.acquire(timeout=30)
+        return self._tokenizer(text, **options)
+
+
+@contextmanager
+def gated_texts(**options: Any) -> Iterator[tuple[AsyncLLM, GatedTokenizer]]:
+    with gated(tokenizer=True, **options) as (llm, ranks):
+        ranks.open()
+        tokenizer = GatedTokenizer(llm.tokenizer)
+        llm._engine.input_processor.tokenizer = tokenizer  # type: ignore[assignment]
+        try:
+            yield llm, tokenizer
+        finally:
+            tokenizer.gate.release(100)
+
+
+def test_streams_go_on_while_a_text_is_tokenized_and_texts_keep_their_order() -> None:
+    """The first text is not let through before another request has ended; nor are words that are to be banned."""
+
+    async def main() -> None:
+        with gated_texts(max_num_seqs=1) as (llm, tokenizer):
+            order: list[str] = []
+
+            async def read(stream: Any) -> RequestOutput:
+                outputs = [await anext(stream)]
+                order.append(stream.request_id)
+                return [*outputs, *await collect(stream)][-1]
+
+            banned = greedy(3, bad_words=["a"])
+            streams = [
+                llm.generate("a long text", greedy(3), "first"),
+                llm.generate({"prompt": "another"}, greedy(3), "second", cache_salt="x"),
+                llm.generate([1, 2], banned, "third"),
+            ]
+            tasks = [asyncio.ensure_future(read(stream)) for stream in streams]
+            assert (await collect(llm.generate([3], greedy(30))))[-1].outputs[0].token_ids == expected_ids([3], 30)
+            assert not order
+            tokenizer.gate.release(100)
+            outputs = await asyncio.gather(*tasks)
+            assert order == ["first", "second", "third"]
+            assert llm.tokenizer is not None
+            for text, output in zip(("a long text", "another"), outputs, strict=False):
+                prompt = llm.tokenizer(text)["input_ids"]
+                assert (output.prompt, output.prompt_token_ids) == (text, prompt)
+                assert output.outputs[0].token_ids == expected_ids(prompt, 3)
+            await assert_idle(llm)
+
+    run(main())
+
+
+def test_texts_in_the_tokenizer_count_as_waiting_and_what_is_wrong_with_them_is_told_by_the_iterator() -> None:
+    async def main() -> None:
+        with gated_texts(max_model_len=8, max_waiting=2) as (llm, tokenizer):
+            streams = [llm.generate(text, greedy(1), text[:1]) for text in ("", "long " * 30)]
+            with pytest.raises(QueueFullError):
+                llm.generate("b", greedy(1))
+            tokenizer.gate.release(100)
+            for stream, what in zip(streams, ("empty", "at most 7"), strict=True):
+                with pytest.raises(ValueError, match=what):
+                    await collect(stream)
+            assert (await collect(llm.generate("b", greedy(1), "l")))[-1].finished
+            await assert_idle(llm)
+
+    run(main())
+
+
+@pytest.mark.parametrize("how", ["close", "drop", "cancel", "abort", "death", "shutdown"])
+def test_a_request_can_be_left_while_its_text_is_tokenized(how: str) -> None:
+    async def main() -> None:
+        with gated_texts(max_num_seqs=1) as (llm, tokenizer):
+            stream: Any = llm.generate("a text", greedy(50, n=2), "mine")
+            reading = asyncio.ensure_future(collect(llm.generate("another", greedy(5))))
+            assert await asyncio.to_thread(tokenizer.has_begun.acquire, timeout=30)
+            if how == "abort":
+                await llm.abort("mine")
+            elif how == "death":
+                llm._engine.executor.fault = EngineDeadError("gone")  # type: ignore[attr-defined]
+                ended = collect(llm.generate([1], greedy(3)))
+                for result in await asyncio.gather(ended, reading, collect(stream), return_exceptions=True):
+                    assert isinstance(result, EngineDeadError)
+                return
+            elif how == "shutdown":
+                ending = asyncio.ensure_future(llm.shutdown())
+                for result in await asyncio.gather(reading, collect(stream), return_exceptions=True):
+                    assert isinstance(result, EngineDeadError) and "shut" in str(result)
+                await ending
+                return
+            elif how == "drop":
+                del stream
+                gc.collect()
+                stream = None
+            await leave(how, llm, stream)
+            tokenizer.gate.release(100)
+            assert (await reading)[-1].finished
+            if how == "abort":
+                (output,) = [output async for output in stream][-1:]
+                assert [part.finish_reason for part in output.outputs] == ["abort", "abort"] and output.finished
+            await assert_idle(llm)
+            assert llm.stats().finished["abort"] == 2 and llm.stats().generation_tokens == 5
 
     run(main())
 
@@ -428,7 +547,7 @@ def test_a_full_queue_refuses_and_takes_again_when_there_is_room() -> None:
                     llm.generate([9], greedy(3))
             await waiting.pop().aclose()
             ranks.gate.release()
-            await until(lambda: len(llm._mailboxes) == 3)
+            await until(lambda: len(llm._loop._mailboxes) == 3)
             waiting.append(llm.generate([6], greedy(3)))
             with pytest.raises(QueueFullError):
                 llm.generate([9], greedy(3))
@@ -490,7 +609,7 @@ def test_a_step_that_raises_fails_every_request_at_once(error: BaseException) ->
                     llm.generate([1])
                 with pytest.raises(EngineDeadError, match="rank 1 is gone"):
                     await llm.check_health()
-            assert llm.errored and not llm._mailboxes
+            assert llm.errored and not llm._loop._mailboxes
             await llm.abort("anything")
             llm.stats()
             await llm.shutdown()
@@ -516,7 +635,7 @@ def test_a_grammar_that_fails_fails_its_own_request_alone(what: str, n: int) -> 
             with pytest.raises(RequestFailedError):
                 await collect(llm.generate([1], greedy(30, n=n), grammar=Widened()))
             assert (await collect(other))[-1].outputs[0].token_ids == expected_ids([2], 30)
-            await until(lambda: not llm._mailboxes)
+            await until(lambda: not llm._loop._mailboxes)
             await assert_idle(llm)
             stats = llm.stats()
             assert stats.finished["error"] >= 1 and stats.finished["error"] + stats.finished["abort"] == n
@@ -536,14 +655,14 @@ def test_shutdown_drains_or_aborts_and_refuses_what_comes_after(timeout: float) 
             with pytest.raises(EngineDeadError, match="shut"):
                 llm.generate([1])
             if not timeout:
-                await until(lambda: not llm._commands.empty())
+                await until(lambda: not llm._loop._commands.empty())
             ranks.open()
             await ending
             part = (await task)[-1].outputs[0]
             assert part.finish_reason == ("length" if timeout else "abort")
             assert part.token_ids == expected_ids([1], len(part.token_ids))
             assert (len(part.token_ids) == 40) == bool(timeout)
-            assert not llm._thread.is_alive() and not any(llm._engine.scheduler.block_manager.ref_counts)
+            assert not llm._loop._thread.is_alive() and not any(llm._engine.scheduler.block_manager.ref_counts)
 
     run(main())
 

@@ -100,7 +100,7 @@ def test_many_streams_with_random_aborts_get_what_they_would_get_alone(request: 
         assert llm.stats().kv_cache_usage == 0 and llm.stats().num_waiting == 0
         assert process.num_fds() <= files + 8
         assert process.memory_info().rss - memory < 64 * 2**20
-        assert not llm._mailboxes and not llm._live
+        assert not llm._loop._mailboxes and not llm._loop._live
     assert_idle_scheduler(llm)
 
 

@@ -96,6 +96,22 @@ class InputProcessor:
                 raise ValueError(f"the grammar cannot be copied, which several completions need: {error}") from error
         return made
 
+    def check_params(self, params: SamplingParams | None) -> SamplingParams:
+        """Those of one request, or the default ones. Raises ValueError on what can be told without its prompt."""
+        (one,) = self._match_params(params, 1)
+        self._check_params(one, "params")
+        return one
+
+    def needs_tokenizer(self, prompt: Prompt, params: SamplingParams) -> bool:
+        """Whether `process` would tokenize texts, which may take its time.
+
+        Then it raises ValueError on what can be told before.
+        """
+        _, ids, _ = self._parts(prompt, "prompts[0]")
+        if ids is not None and params.bad_words:
+            self._prompt(prompt, "prompts[0]")
+        return ids is None or bool(params.bad_words)
+
     def render_chat(self, messages: Any, where: str, **template_options: Any) -> dict[str, Any]:
         """A conversation through the checkpoint's chat template, up to where the assistant answers, as a prompt."""
         if self.tokenizer is None:
@@ -132,6 +148,23 @@ class InputProcessor:
         return params
 
     def _prompt(self, prompt: Prompt, where: str) -> ProcessedPrompt:
+        text, ids, salt = self._parts(prompt, where)
+        if ids is None:
+            assert self.tokenizer is not None
+            ids = self.tokenizer(text)["input_ids"]
+        token_ids = self._check_ids(ids, where)
+        if not token_ids:
+            raise ValueError(f"{where} is empty; a prompt needs at least one token")
+        limit = self.max_model_len - 1
+        if len(token_ids) > limit:
+            raise ValueError(
+                f"{where} has {len(token_ids)} tokens; at most {limit} are allowed (max_model_len "
+                f"{self.max_model_len} less one for the output)"
+            )
+        return ProcessedPrompt(text, token_ids, salt)
+
+    def _parts(self, prompt: Prompt, where: str) -> tuple[str | None, Any, str]:
+        """(text, ids, cache salt). The ids are as they were given, or None if the text is to be tokenized."""
         text: Any = None
         ids: Any = prompt
         salt: Any = None
@@ -148,21 +181,9 @@ class InputProcessor:
             text, ids = prompt, None
         if text is not None and not isinstance(text, str):
             raise ValueError(f"{where}: 'prompt' is {text!r}; it must be a string")
-        token_ids = self._tokenize(text, where) if ids is None else self._check_ids(ids, where)
-        if not token_ids:
-            raise ValueError(f"{where} is empty; a prompt needs at least one token")
-        limit = self.max_model_len - 1
-        if len(token_ids) > limit:
-            raise ValueError(
-                f"{where} has {len(token_ids)} tokens; at most {limit} are allowed (max_model_len "
-                f"{self.max_model_len} less one for the output)"
-            )
-        return ProcessedPrompt(text, token_ids, salt or "")
-
-    def _tokenize(self, text: str | None, where: str) -> list[int]:
-        if self.tokenizer is None:
+        if ids is None and self.tokenizer is None:
             raise ValueError(f"{where} is text, but this checkpoint has no tokenizer; pass token ids")
-        return self._check_ids(self.tokenizer(text)["input_ids"], where)
+        return text, ids, salt or ""
 
     def _check_ids(self, ids: Any, where: str) -> list[int]:
         """A new list of plain ints, all of them in the vocabulary."""
