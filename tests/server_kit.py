@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from pydantic import BaseModel
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from nanoinfer.async_llm import AsyncLLM
@@ -23,6 +24,7 @@ from nanoinfer.config import EngineConfig, ModelConfig
 from nanoinfer.demo import demo_model_path
 from nanoinfer.engine.detokenizer import Detokenizer, TokenTable
 from nanoinfer.engine.stats import EngineStats
+from nanoinfer.entrypoints.openai import responses
 from nanoinfer.entrypoints.openai.api_server import create_app
 from nanoinfer.entrypoints.openai.config import ServerConfig
 from nanoinfer.entrypoints.openai.server import Server, address, bind
@@ -207,5 +209,35 @@ def asgi_client(llm: Any, **options: Any) -> httpx.AsyncClient:
     return client_of(create_app(llm, ServerConfig(**{"served_model_name": ["demo"], **options})))
 
 
+FORMS: dict[str, tuple[type[BaseModel], type[BaseModel] | None]] = {
+    "/v1/chat/completions": (responses.ChatCompletion, responses.ChatCompletionChunk),
+    "/v1/completions": (responses.Completion, responses.CompletionChunk),
+    "/v1/models": (responses.ModelList, None),
+    "/tokenize": (responses.TokenizeResponse, None),
+    "/detokenize": (responses.DetokenizeResponse, None),
+    "/version": (responses.VersionResponse, None),
+}
+
+
+async def check_form(response: httpx.Response) -> None:
+    """That an answer, and each event of a stream, has the form that the server's description declares."""
+    kind = response.headers.get("content-type", "")
+    whole, chunk = FORMS.get(response.request.url.path, (None, None))
+    await response.aread()
+    if response.request.method == "HEAD":
+        return
+    if kind == "application/json" and response.status_code != 200:
+        responses.ErrorResponse.model_validate_json(response.content)
+    elif kind == "application/json" and whole is not None:
+        whole.model_validate_json(response.content)
+    elif kind.startswith("text/event-stream"):
+        assert chunk is not None
+        for data in events(response.text):
+            form = responses.ErrorResponse if "error" in data else chunk
+            if data != "[DONE]":
+                form.model_validate_json(json.dumps(data))
+
+
 def client_of(app: Any) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://server")
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://localhost", event_hooks={"response": [check_form]})

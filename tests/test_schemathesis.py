@@ -1,4 +1,6 @@
-"""schemathesis against the server's own description: no bad body is accepted, and none is a 500."""
+"""schemathesis against the server's own description: no bad body is accepted, none is a 500, and answers have the forms
+that it declares.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     ignored_auth,
     negative_data_rejection,
+    response_schema_conformance,
     status_code_conformance,
     unsupported_method,
 )
@@ -22,8 +25,8 @@ APP = create_app(ScriptedLLM(), ServerConfig(api_key=[KEY], served_model_name=["
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", APP, headers=HEADERS)
 CHECKS = [
-    not_a_server_error, negative_data_rejection, status_code_conformance, content_type_conformance, ignored_auth,
-    unsupported_method,
+    not_a_server_error, negative_data_rejection, status_code_conformance, content_type_conformance,
+    response_schema_conformance, ignored_auth, unsupported_method,
 ]  # fmt: skip
 
 

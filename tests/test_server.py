@@ -443,6 +443,44 @@ def test_error_messages_hold_no_control_characters() -> None:
     assert answer.status_code == 404 and message.isprintable() and len(message) < 1100
 
 
+HOSTS = [
+    # (server's options, names that it takes, names that it does not)
+    ({}, ["localhost", "LOCALHOST:8000", "127.0.0.1:8000", "127.0.0.2", "[::1]:8000", "localhost.:80"],
+     ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "10.0.0.1", "[::2]:80",
+      "", ":80", "evil.example#localhost", "localhost@evil.example", "\xe9"]),
+    ({"host": "::1"}, ["[::1]:8000", "localhost"], ["evil.example"]),
+    ({"host": "localhost"}, ["127.0.0.1", "localhost"], ["evil.example"]),
+    ({"allowed_hosts": ["My.example", "*.lan"]}, ["my.example:80", "a.lan", "a.b.lan", "localhost"], ["lan", "xlan"]),
+    ({"allowed_hosts": ["*"]}, ["evil.example"], []),
+    # Others can reach it, or it asks for a key: only named hosts are checked.
+    ({"host": "0.0.0.0"}, ["anything.example"], []),
+    ({"host": "192.168.7.7", "allowed_hosts": ["box.lan"]}, ["box.lan", "192.168.7.7:8000"], ["evil.example"]),
+    ({"api_key": [KEY]}, ["anything.example"], []),
+    ({"api_key": [KEY], "allowed_hosts": ["box.lan"]}, ["box.lan"], ["evil.example"]),
+    ({"uds": "/tmp/x"}, ["anything.example"], []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "known", "unknown"), HOSTS)
+def test_a_server_answers_to_its_own_names_alone(options: dict[str, Any], known: list[str], unknown: list[str]) -> None:
+    """A domain that was pointed at this machine (DNS rebinding) brings its own name."""
+
+    async def run() -> None:
+        async with asgi_client(ScriptedLLM(), **options) as client:
+            for name, is_known in [*((name, True) for name in known), *((name, False) for name in unknown)]:
+                for method, path in (("GET", "/health"), ("GET", "/"), ("POST", CHAT), ("OPTIONS", CHAT)):
+                    headers = {"host": name.encode("latin-1"), "authorization": f"Bearer {KEY}".encode()}
+                    body = json.dumps({"messages": MESSAGES}).encode() if method == "POST" else b""
+                    headers |= {"content-type": b"application/json"} if body else {}
+                    answer = await client.request(method, path, headers=headers, content=body)
+                    assert (answer.status_code == 400) != is_known, (name, answer.text)
+                    if not is_known:
+                        error = answer.json()["error"]
+                        assert error["code"] == "invalid_host" and "--allowed-hosts" in error["message"]
+
+    asyncio.run(run())
+
+
 # --- Text does not become control tokens -------------------------------------------------------------------------
 
 TOKENIZER = AutoTokenizer.from_pretrained(DEMO)

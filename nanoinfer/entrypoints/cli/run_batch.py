@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 # Enough to keep an engine busy, few enough to keep a large file out of memory.
 MAX_IN_FLIGHT = 512
 _NOT_FLAGS = (
-    "host", "port", "uds", "api_key", "allowed_origins", "max_waiting", "max_body_size", "shutdown_timeout",
-    "disable_log_stats", "disable_access_log",
+    "host", "port", "uds", "api_key", "allowed_hosts", "allowed_origins", "max_waiting", "max_body_size",
+    "shutdown_timeout", "disable_log_stats", "disable_access_log",
 )  # fmt: skip
 
 

@@ -10,11 +10,11 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from nanoinfer.async_llm import AsyncLLM, QueueFullError, RequestFailedError
+from nanoinfer.entrypoints.openai import responses
 from nanoinfer.entrypoints.openai.config import ServerConfig
 from nanoinfer.entrypoints.openai.errors import APIError, handle_exception, user_errors
 from nanoinfer.entrypoints.openai.gate import Gate
@@ -35,27 +35,11 @@ _CONTENT_TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css
 _NO_CACHE = {"Cache-Control": "no-cache"}
 
 
-class ErrorObject(BaseModel):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorResponse(BaseModel):
-    error: ErrorObject
-
-
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorResponse} for status in (400, 401, 404, 405, 413, 415, 422, 429, 500, 503)
-}
-
-
 def create_app(llm: AsyncLLM, config: ServerConfig) -> Gate:
     """The server as an ASGI application."""
     serving = Serving(llm, config)
     app = FastAPI(
-        title="nanoinfer", version=__version__, docs_url=None, redoc_url=None, responses=_ERRORS, lifespan=None
+        title="nanoinfer", version=__version__, docs_url=None, redoc_url=None, responses=responses.ERRORS, lifespan=None
     )
     handled = (
         APIError, RequestValidationError, HTTPException, EngineDeadError, QueueFullError, RequestFailedError, Exception,
@@ -71,7 +55,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> Gate:
     _add_tokenizer(app, serving)
     _add_information(app, serving)
     _add_page(app)
-    return Gate(app, config.api_key, config.max_body_size, answers_preflights=bool(config.allowed_origins))
+    return Gate(app, config)
 
 
 async def _nobody_listens(request: Request, error: Exception) -> Response:
@@ -104,18 +88,20 @@ async def _respond(
 def _add_generation(app: FastAPI, serving: Serving) -> None:
     chat, completion = ChatServing(serving), CompletionServing(serving)
 
-    @app.post("/v1/chat/completions")
+    @app.post(
+        "/v1/chat/completions", responses=responses.declared(responses.ChatCompletion, responses.ChatCompletionChunk)
+    )
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         return await _respond(request, body.stream, lambda: chat.start(body), chat.complete, chat.stream)
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=responses.declared(responses.Completion, responses.CompletionChunk))
     async def completions(body: CompletionRequest, request: Request) -> Response:
         start = completion.start
         return await _respond(request, body.stream, lambda: start(body), completion.complete, completion.stream)
 
 
 def _add_tokenizer(app: FastAPI, serving: Serving) -> None:
-    @app.post("/tokenize")
+    @app.post("/tokenize", responses=responses.declared(responses.TokenizeResponse))
     async def tokenize(body: TokenizeRequest) -> Response:
         serving.check_model(body.model)
         with user_errors():
@@ -134,7 +120,7 @@ def _add_tokenizer(app: FastAPI, serving: Serving) -> None:
         answer["token_strs"] = [serving.table.text_of(i) for i in ids] if body.return_token_strs else None
         return JSONResponse(answer)
 
-    @app.post("/detokenize")
+    @app.post("/detokenize", responses=responses.declared(responses.DetokenizeResponse))
     async def detokenize(body: DetokenizeRequest) -> Response:
         serving.check_model(body.model)
         vocab_size = serving.llm.model_config.vocab_size
@@ -157,11 +143,11 @@ def _add_information(app: FastAPI, serving: Serving) -> None:
             "max_model_len": serving.llm.max_model_len,
         }
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", responses=responses.declared(responses.ModelList))
     async def list_models() -> Response:
         return JSONResponse({"object": "list", "data": [card(name) for name in serving.model_names]})
 
-    @app.get("/v1/models/{model:path}")
+    @app.get("/v1/models/{model:path}", responses=responses.declared(responses.ModelCard))
     async def retrieve_model(model: str) -> Response:
         return JSONResponse(card(serving.check_model(model)))
 
@@ -174,7 +160,7 @@ def _add_information(app: FastAPI, serving: Serving) -> None:
     async def show_metrics() -> Response:
         return PlainTextResponse(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.get("/version")
+    @app.get("/version", responses=responses.declared(responses.VersionResponse))
     async def version() -> Response:
         return JSONResponse({"version": __version__})
 

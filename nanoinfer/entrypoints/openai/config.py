@@ -16,6 +16,9 @@ class ServerConfig:
     uds: the path of a Unix socket to listen at instead.
     api_key: keys of which a request must bring one, as `Authorization: Bearer KEY` or `X-Api-Key: KEY` (a browser: as
         the password of its dialog). Guards everything but /health. None lets everybody in.
+    allowed_hosts: names by which requests may call this server (their Host header), beside localhost and `host`;
+        "*.example.com" is every name below, "*" is all. If none are given, a server without keys on this machine's own
+        address takes no others, and any other server takes all.
     allowed_origins: origins of web pages that may call this server from a browser (CORS); "*" is all of them.
     served_model_name: names by which requests may call the model; the first is the one that answers give. None is the
         model as it was given.
@@ -41,6 +44,7 @@ class ServerConfig:
     port: int = 8000
     uds: str | None = None
     api_key: Sequence[str] = ()
+    allowed_hosts: Sequence[str] = ()
     allowed_origins: Sequence[str] = ()
     served_model_name: Sequence[str] = ()
     chat_template: str | None = None
@@ -75,7 +79,13 @@ class ServerConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.grammar_timeout <= 0 or self.shutdown_timeout < 0:
             raise ValueError("grammar_timeout must be above 0, and shutdown_timeout at least 0 seconds")
-        for name in ("api_key", "allowed_origins", "served_model_name", "allowed_chat_template_kwargs"):
+        for name in (
+            "api_key",
+            "allowed_hosts",
+            "allowed_origins",
+            "served_model_name",
+            "allowed_chat_template_kwargs",
+        ):
             value = getattr(self, name)
             if isinstance(value, str) or not all(isinstance(item, str) and item for item in value):
                 raise ValueError(f"{name} must be a list of non-empty strings")

@@ -1,8 +1,8 @@
 """`Gate`: what every request passes before it reaches a route. Plain ASGI, so that streams are not buffered.
 
-Decides by default against: only `/health` is open when there are keys, whatever the path looks like. Bounds the body
-while it is read, refuses new requests while the server shuts down, counts those in progress, and sets headers that keep
-browsers from doing what the page does not need.
+Decides by default against: only `/health` is open when there are keys, whatever the path looks like. Refuses calls by
+a name that is not the server's (hosts.py) and new requests while the server shuts down, bounds the body while it is
+read, counts requests in progress, and sets headers that keep browsers from doing what the page does not need.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import binascii
 import hashlib
 import json
 import secrets
-from collections.abc import Iterable
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from nanoinfer.entrypoints.openai.config import ServerConfig
 from nanoinfer.entrypoints.openai.errors import APIError, error_body
+from nanoinfer.entrypoints.openai.hosts import TrustedHosts
 
 OPEN_PATH = "/health"
 # Files of the page; a browser that asks for them gets to show its password dialog.
@@ -31,18 +32,15 @@ _HEADERS = [
 
 
 class Gate:
-    """api_keys: any of them opens; none given, everybody may enter. max_body_size: in bytes.
+    """Any of the configuration's keys opens; where there are none, everybody may enter."""
 
-    answers_preflights: the application answers browsers that ask what they may send (CORS), which they do without keys.
-    """
-
-    def __init__(
-        self, app: ASGIApp, api_keys: Iterable[str], max_body_size: int, answers_preflights: bool = False
-    ) -> None:
-        self._answers_preflights = answers_preflights
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self._app = app
-        self._key_hashes = [hashlib.sha256(key.encode()).digest() for key in api_keys]
-        self._max_body_size = max_body_size
+        self._key_hashes = [hashlib.sha256(key.encode()).digest() for key in config.api_key]
+        self._hosts = TrustedHosts.of(config)
+        # Browsers that ask what they may send (CORS) do so without keys, and the application answers them.
+        self._answers_preflights = bool(config.allowed_origins)
+        self._max_body_size = config.max_body_size
         self.is_draining = False
         self.num_active = 0
 
@@ -76,6 +74,8 @@ class Gate:
     def _refusal(self, method: str, path: str, headers: dict[bytes, bytes]) -> APIError | None:
         is_preflight = method == "OPTIONS" and b"access-control-request-method" in headers and b"origin" in headers
         is_open = path == OPEN_PATH or (is_preflight and self._answers_preflights)
+        if not self._hosts.trusts(headers.get(b"host")):
+            return _unknown_host(headers[b"host"])
         if self.is_draining:
             return APIError(503, "the server is shutting down", code="shutting_down")
         if not is_open and self._key_hashes and not self._is_known(headers):
@@ -108,6 +108,15 @@ def _key_of(headers: dict[bytes, bytes]) -> bytes:
         except binascii.Error:
             return b""
     return headers.get(b"x-api-key", b"")
+
+
+def _unknown_host(name: bytes) -> APIError:
+    shown = name[:200].decode("latin-1")
+    return APIError(
+        400,
+        f"the Host header is {shown!r}, which is no name of this server; --allowed-hosts adds names, '*' all of them",
+        code="invalid_host",
+    )
 
 
 def _too_large(limit: int) -> APIError:

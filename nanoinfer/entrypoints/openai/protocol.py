@@ -50,6 +50,11 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
 
 
+def example(**fields: Any) -> ConfigDict:
+    """For a model's `model_config`: a request to show in the server's description, which is also a test case."""
+    return ConfigDict(json_schema_extra={"examples": [fields]})
+
+
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -146,6 +151,7 @@ class ResponseFormat(Body):
 class CompletionRequest(SamplingOptions):
     """`/v1/completions`. prompt: a text, token ids, or several of either."""
 
+    model_config = example(prompt="The capital of France is", max_tokens=16, logprobs=1, echo=True)
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     max_tokens: int | None = Field(None, ge=0, lt=2**31)
     echo: bool | None = None
@@ -245,6 +251,7 @@ class NamedToolChoice(Body):
 class ChatCompletionRequest(SamplingOptions):
     """`/v1/chat/completions`."""
 
+    model_config = example(messages=[{"role": "user", "content": "What is 3 + 4?"}], logprobs=True, top_logprobs=2)
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
@@ -311,6 +318,7 @@ class ChatCompletionRequest(SamplingOptions):
 class TokenizeRequest(Body):
     """vLLM's `/tokenize`: a text, or a conversation through the chat template."""
 
+    model_config = example(prompt="The capital of France is", return_token_strs=True)
     model: str | None = Field(None, max_length=512)
     prompt: str | None = None
     messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
@@ -328,5 +336,6 @@ class TokenizeRequest(Body):
 
 
 class DetokenizeRequest(Body):
+    model_config = example(tokens=[40, 2, 40])
     model: str | None = Field(None, max_length=512)
     tokens: list[TokenId] = Field(max_length=2**20)

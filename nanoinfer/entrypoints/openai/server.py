@@ -24,6 +24,7 @@ from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.entrypoints.openai.api_server import create_app
 from nanoinfer.entrypoints.openai.config import ServerConfig
 from nanoinfer.entrypoints.openai.gate import Gate
+from nanoinfer.entrypoints.openai.hosts import is_loopback
 from nanoinfer.entrypoints.openai.metrics import LogLine
 
 logger = logging.getLogger(__name__)
@@ -160,7 +161,7 @@ def run_server(model: str, engine_options: dict[str, Any], config: ServerConfig)
                 where,
                 where,
             )
-            if config.host not in ("127.0.0.1", "localhost", "::1") and not config.api_key and config.uds is None:
+            if not is_loopback(config.host) and not config.api_key and config.uds is None:
                 logger.warning("Other machines can reach this server, and it asks for no key (--api-key)")
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, server.stop)
