@@ -104,6 +104,41 @@ def test_logprobs_and_their_tokens_are_the_engines(client: openai.OpenAI, offlin
         assert [one.logprob for one in entry.top_logprobs] == pytest.approx([one.logprob for one in best], abs=1e-4)
 
 
+def test_what_a_stop_string_cut_from_the_text_keeps_its_logprobs(client: openai.OpenAI) -> None:
+    """vLLM's rule: every token that was generated has them, so they add up to completion_tokens."""
+    options: dict[str, Any] = {"model": "demo", "prompt": "The sum of 1 and", "temperature": 0, "max_tokens": 30}
+    options |= {"logprobs": 0, "extra_body": {"ignore_eos": True, "skip_special_tokens": False}}
+    (plain,) = client.completions.create(**options).choices
+    text, tokens = plain.text, plain.logprobs.tokens
+    assert len(tokens) == 30 and "".join(tokens) == text
+    before = "".join(tokens[:9])
+    stop = before[-1] + tokens[9][:1]  # across two tokens
+    start = text.index(stop)
+    whole = client.completions.create(**options, stop=stop)
+    chunks = list(client.completions.create(**options, stop=stop, stream=True))
+    streamed = [token for chunk in chunks for token in chunk.choices[0].logprobs.tokens]
+    (choice,) = whole.choices
+    assert (choice.text, choice.finish_reason, choice.model_extra["stop_reason"]) == (text[:start], "stop", stop)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == text[:start]
+    assert choice.logprobs.tokens == streamed == tokens[: whole.usage.completion_tokens]
+    assert "".join(streamed).startswith(text[: start + len(stop)]) and stop not in "".join(streamed[:-1])
+
+
+def test_logprobs_of_constrained_tokens_are_those_of_the_model_itself(client: openai.OpenAI) -> None:
+    """The same tokens as a prompt that is only scored have the same ones."""
+    prompt = "The capital of France is"
+    options: dict[str, Any] = {"model": "demo", "logprobs": 0, "temperature": 0.3}
+    extra = {"structured_outputs": {"choice": ["never"]}, "repetition_penalty": 1.5, "return_token_ids": True}
+    (choice,) = client.completions.create(**options, prompt=prompt, max_tokens=9, extra_body=extra).choices
+    assert choice.text == "never" and choice.finish_reason == "stop"
+    extras = choice.model_extra
+    ids = extras["prompt_token_ids"] + extras["token_ids"][: len(choice.logprobs.tokens)]
+    scored = client.completions.create(**options, prompt=ids, max_tokens=0, echo=True).choices[0].logprobs
+    values = choice.logprobs.token_logprobs
+    assert values == pytest.approx(scored.token_logprobs[len(extras["prompt_token_ids"]) :], abs=1e-3)
+    assert max(values) < 0
+
+
 def test_completions_take_texts_and_ids_alike(client: openai.OpenAI, offline: LLM) -> None:
     texts = ["1, 2, 3,", "The capital of France is"]
     ids = [offline.get_tokenizer()(text)["input_ids"] for text in texts]

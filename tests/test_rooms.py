@@ -218,6 +218,20 @@ def test_files_and_functions_stay_short_and_open_with_what_they_are(path: Path) 
             assert length <= 60, f"{where(path, node.lineno)}: {node.name} has {length} lines"
 
 
+def test_nobody_tokenizes_while_holding_the_gil() -> None:
+    """`Tokenizer.encode` of tokenizers does, for as long as the text is long; its `encode_batch_fast` does not."""
+    found = [
+        where(path, node.lineno)
+        for path in FILES
+        if room(path) in ("engine", "entrypoints", "async_llm")
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "encode"
+        # str.encode takes the name of an encoding, if anything.
+        if node.args and not isinstance(node.args[0], ast.Constant)
+    ]
+    assert not found
+
+
 def test_every_signature_is_typed() -> None:
     missing = []
     for path in FILES:

@@ -295,6 +295,11 @@ def test_prompts_times_n_are_bounded() -> None:
     assert many.status_code == 400 and "--max-num-prompts" in many.json()["error"]["message"]
     (chat_answer,) = requests(llm, {"messages": MESSAGES, "n": 9}, max_num_prompts=8)
     assert chat_answer.status_code == 400 and chat_answer.json()["error"]["param"] == "n"
+    for route, body, param in ((path, {"prompt": "a " * 4000}, "prompt"), (CHAT, {"messages": []}, "messages")):
+        body |= {"messages": [{"role": "user", "content": "a " * 4000}]} if route == CHAT else {}
+        (long,) = requests(llm, body, path=route)
+        assert long.status_code == 400 and long.json()["error"]["code"] == "context_length_exceeded"
+        assert long.json()["error"]["param"] == param
     for empty in ([], [[]], "", [""]):
         (answer,) = requests(llm, {"prompt": empty}, path=path)
         assert answer.status_code == 400

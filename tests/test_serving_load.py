@@ -145,7 +145,7 @@ def test_a_client_that_hangs_up_frees_its_request() -> None:
             sock = socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
             body = json.dumps({**LONG, "stream": stream}).encode()
             head = (
-                "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
                 f"Content-Length: {len(body)}\r\n\r\n"
             )
             sock.sendall(head.encode() + body)
@@ -161,7 +161,7 @@ def test_headers_are_bounded() -> None:
         sock = socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])), timeout=20)
         answer = b""
         with sock, contextlib.suppress(ConnectionError):  # it may hang up while the rest is still being sent
-            sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: ")
+            sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: ")
             for _ in range(64):
                 sock.sendall(b"x" * 4096)
             sock.sendall(b"\r\n\r\n")
@@ -275,6 +275,26 @@ def test_the_process_ends_in_seconds_and_leaves_no_child(number: int, code: int,
             assert found[-1]["error"]["code"] == ending
         _, alive = psutil.wait_procs(children, timeout=10)
         assert not alive
+
+
+def test_a_grammar_that_compiles_for_ever_does_not_hold_up_the_end() -> None:
+    patterns = [{"type": "string", "pattern": f"^.*a.{{{i}}}$"} for i in range(1, 60)]
+    body = {"prompt": "x", "structured_outputs": {"json": {"allOf": patterns}}}
+    results: list[httpx.Response] = []
+
+    def compilers() -> list[psutil.Process]:
+        children = psutil.Process().children()
+        return [child for child in children if any("grammar_worker" in word for word in child.cmdline())]
+
+    before = len(compilers())
+    with running(ScriptedLLM(), grammar_timeout=600) as server, server.client() as client:
+        thread = threading.Thread(target=lambda: results.append(client.post("/v1/completions", json=body)))
+        thread.start()
+        wait_for(lambda: len(compilers()) > before)
+        server.loop.call_soon_threadsafe(server.server.stop)
+        thread.join(30)
+        assert not thread.is_alive()
+    assert results[0].status_code == 400 and len(compilers()) == before
 
 
 def test_a_port_in_use_is_told_before_the_model_is_loaded() -> None:

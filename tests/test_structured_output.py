@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import json
 import re
+import threading
 from typing import Any
 
 import httpx
 import jsonschema
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -137,6 +140,7 @@ def test_the_end_of_sequence_is_among_the_logprobs_only_if_it_is_text() -> None:
 # --- The grammar objects -----------------------------------------------------------------------------------------
 
 
+@functools.cache
 def compiler(timeout: float = 60) -> GrammarCompiler:
     return GrammarCompiler(byte_tokenizer(), VOCAB, [byte_tokenizer().eos_token_id], timeout)
 
@@ -221,7 +225,7 @@ def test_the_real_tokenizer_with_its_padded_vocabulary() -> None:
 
 
 def test_the_cache_is_bounded_and_hits() -> None:
-    one = compiler()
+    one = compiler(61)
     for i in range(MAX_CACHED + 10):
         compiled(regex_source(f"a{{{i + 1}}}"), one)
     assert len(one._cache) == MAX_CACHED
@@ -230,27 +234,60 @@ def test_the_cache_is_bounded_and_hits() -> None:
     assert list(one._cache) == [*before[1:], before[0]]
 
 
-def test_a_compilation_has_a_deadline_and_few_run_at_once() -> None:
-    import threading
+def endless(number: int) -> str:
+    """Takes longer than anybody waits: each further pattern that a string must match makes it several times as long."""
+    patterns = [small("string", pattern=f"^.*{number}a.{{{i}}}$") for i in range(1, 60)]
+    return json_schema_source({"allOf": patterns})
 
-    release = threading.Event()
 
-    def slow() -> str:
-        release.wait(30)
-        return regex_source("a")
+def test_a_compilation_that_does_not_end_is_ended_and_harms_no_other() -> None:
+    async def run() -> list[Any]:
+        one = GrammarCompiler(byte_tokenizer(), VOCAB, [byte_tokenizer().eos_token_id], timeout=1)
+        try:
+            # More than are compiled at once, twice.
+            for round in range(2):
+                sources = [endless(3 * round + i) for i in range(3)]
+                works = [one.compile(lambda source=source: source) for source in sources]  # type: ignore[misc]
+                for error in await asyncio.gather(*works, return_exceptions=True):
+                    assert isinstance(error, QueueFullError | ValueError), error
+                    assert "try again later" in str(error) or "more than 1 s" in str(error)
+            one._timeout = 60
+            return [await one.compile(lambda i=i: regex_source(f"a{i}")) for i in range(3)]  # type: ignore[misc]
+        finally:
+            one.close()
 
-    async def run() -> list[BaseException | Any]:
-        one = compiler(timeout=0.05)
-        found = await asyncio.gather(*(one.compile(slow) for _ in range(3)), return_exceptions=True)
-        release.set()
-        one._timeout = 60
-        return [*found, await one.compile(lambda: regex_source("a"))]
+    before = set(psutil.Process().children())
+    assert all(allowed(grammar) for grammar in asyncio.run(run()))
+    assert set(psutil.Process().children()) <= before
 
-    first, second, third, fine = asyncio.run(run())
-    for error in (first, second):
-        assert isinstance(error, ValueError) and "more than 0.05 s" in str(error)
-    assert isinstance(third, QueueFullError) and "try again later" in str(third)
-    assert allowed(fine)
+
+def test_a_compiler_that_crashes_is_an_error_of_one_request() -> None:
+    async def run() -> None:
+        one = GrammarCompiler(byte_tokenizer(), VOCAB, [byte_tokenizer().eos_token_id], timeout=60)
+        try:
+            await one.compile(lambda: regex_source("a"))
+            (trial,) = (trial for trial in one._trials if trial._process is not None)
+            has_begun, ask = threading.Event(), trial._write
+            trial._write = lambda *line: (ask(*line), has_begun.set())  # type: ignore[assignment, func-returns-value]
+            compiling = asyncio.ensure_future(one.compile(lambda: endless(0)))
+            assert await asyncio.to_thread(has_begun.wait, 30)
+            trial._process.kill()  # type: ignore[union-attr]
+            with pytest.raises(ValueError, match="broke the compiler"):
+                await compiling
+            assert allowed(await one.compile(lambda: regex_source("b")))
+            # The end does not wait for a compilation.
+            compiling = asyncio.ensure_future(one.compile(lambda: endless(1)))
+            while len(one._free_trials) == len(one._trials):
+                await asyncio.sleep(0)
+            one.close()
+            with pytest.raises(ValueError):
+                await compiling
+            with pytest.raises((ValueError, RuntimeError)):
+                await one.compile(lambda: regex_source("c"))
+        finally:
+            one.close()
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,12 @@ class ChatTemplate:
     def _encode_plain(self, text: str, mark: str) -> list[int]:
         if mark:
             text = text.replace(mark, "")
-        return self._plain.encode(text, add_special_tokens=False).ids if text else []
+        return encode(self._plain, text) if text else []
+
+
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a text alone. Unlike `Tokenizer.encode`, this lets other threads run meanwhile (tokenizers 0.23)."""
+    return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
 def without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:

@@ -1,8 +1,8 @@
 """Structured output: schemas, regular expressions, choices and grammars into the engine's `Grammar`, by llguidance.
 
-Compiled in threads of their own (llguidance releases the GIL), under a deadline, and kept in a bounded cache; a request
-gets a copy. What a grammar costs per token is bounded by llguidance's own limits; one that exceeds them, or that is
-wrong, is an error of its own request.
+Compiled in threads of their own (llguidance releases the GIL), after a trial in a child process under a deadline, and
+kept in a bounded cache; a request gets a copy. What a grammar costs per token is bounded by llguidance's own limits;
+one that exceeds them, or that is wrong, is an error of its own request.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
 from nanoinfer.async_llm import QueueFullError
+from nanoinfer.entrypoints.grammar_trial import GrammarTrial, first_line
 from nanoinfer.entrypoints.openai.protocol import check_depth
 from nanoinfer.entrypoints.parsers.reasoning import THINK_END, THINK_START
 from nanoinfer.entrypoints.parsers.tool_calls import TOOL_CALL_END, TOOL_CALL_START
@@ -74,7 +75,7 @@ class LLGuidanceGrammar:
 
     def _raise_on_error(self) -> None:
         if self._matcher.is_error():
-            raise ValueError(f"the grammar stopped: {_first_line(self._matcher.get_error())}")
+            raise ValueError(f"the grammar stopped: {first_line(self._matcher.get_error())}")
 
 
 class AfterThinking:
@@ -133,6 +134,8 @@ class GrammarCompiler:
         self._eos_token_ids = list(eos_token_ids)
         self._timeout = timeout
         self._ll_tokenizers: dict[bool, LLTokenizer] = {}
+        self._trials = [GrammarTrial(self._about_tokenizers) for _ in range(MAX_COMPILING)]
+        self._free_trials = list(self._trials)
         self._cache: OrderedDict[tuple[str, bool], LLMatcher] = OrderedDict()
         self._threads = ThreadPoolExecutor(MAX_COMPILING, thread_name_prefix="nanoinfer-grammar")
         self._free = asyncio.Semaphore(MAX_COMPILING)
@@ -148,20 +151,14 @@ class GrammarCompiler:
         with_tags: the grammar names added tokens, such as <tool_call>; otherwise none occurs in the output. Raises
         QueueFullError if others are compiled for all of the deadline.
         """
-        # Made once, and no part of what the deadline is for.
-        tokenizer = await asyncio.to_thread(self._ll_tokenizer, with_tags)
         try:
             await asyncio.wait_for(self._free.acquire(), self._timeout)
         except asyncio.TimeoutError:
             raise QueueFullError(f"{MAX_COMPILING} other grammars are still being compiled; try again later") from None
-        future = self._threads.submit(self._compile, make_source, tokenizer, with_tags)
-        # A thread cannot be ended: one that is past its deadline keeps its place until it ends by itself.
+        future = self._threads.submit(self._compile, make_source, with_tags)
+        # Not when the caller has been cancelled: the thread goes on.
         future.add_done_callback(self._release_in(asyncio.get_running_loop()))
-        try:
-            matcher = await asyncio.wait_for(asyncio.wrap_future(future), self._timeout)
-        except asyncio.TimeoutError:
-            raise ValueError(f"the grammar took more than {self._timeout:g} s to compile; make it simpler") from None
-        return LLGuidanceGrammar(matcher, self._vocab_size, self._eos_token_ids)
+        return LLGuidanceGrammar(await asyncio.wrap_future(future), self._vocab_size, self._eos_token_ids)
 
     def after_thinking(self, grammar: LLGuidanceGrammar, is_open: bool) -> LLGuidanceGrammar | AfterThinking:
         """The grammar, for an answer that may think first. As it is where the model has no think tokens."""
@@ -183,7 +180,10 @@ class GrammarCompiler:
         return LLMatcher.grammar_from_lark("\n".join(rules))
 
     def close(self) -> None:
+        """Ends the trials. What compiles in a thread has passed one, so it will not take long."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        for trial in self._trials:
+            trial.close()
 
     def _release_in(self, loop: asyncio.AbstractEventLoop) -> Callable[[Any], None]:
         def release(_: Any) -> None:
@@ -192,18 +192,23 @@ class GrammarCompiler:
 
         return release
 
-    def _compile(self, make_source: Callable[[], str], tokenizer: LLTokenizer, with_tags: bool) -> LLMatcher:
+    def _compile(self, make_source: Callable[[], str], with_tags: bool) -> LLMatcher:
         source = make_source()
-        if len(source) > MAX_GRAMMAR_BYTES:
-            raise ValueError(f"the grammar has {len(source)} characters; at most {MAX_GRAMMAR_BYTES} are allowed")
+        _check_length(source, "the grammar")
         key = (source, with_tags)
         with self._lock:
             if (cached := self._cache.get(key)) is not None:
                 self._cache.move_to_end(key)
                 return cached.deep_copy()
-        matcher = LLMatcher(tokenizer, source, log_level=0)
+            trial = self._free_trials.pop()
+        try:
+            trial.run(source, with_tags, self._timeout)
+        finally:
+            with self._lock:
+                self._free_trials.append(trial)
+        matcher = LLMatcher(self._ll_tokenizer(with_tags), source, log_level=0)
         if matcher.is_error():
-            raise ValueError(f"the grammar is not usable: {_first_line(matcher.get_error())}")
+            raise ValueError(f"the grammar is not usable: {first_line(matcher.get_error())}")
         with self._lock:
             self._cache[key] = matcher
             while len(self._cache) > MAX_CACHED:
@@ -213,24 +218,31 @@ class GrammarCompiler:
     def _ll_tokenizer(self, with_tags: bool) -> LLTokenizer:
         with self._tokenizer_lock:
             if with_tags not in self._ll_tokenizers:
-                self._ll_tokenizers[with_tags] = self._make_tokenizer(with_tags)
+                text = self._tokenizer_text(with_tags)
+                self._ll_tokenizers[with_tags] = LLTokenizer(
+                    text, n_vocab=self._vocab_size, eos_token=self._eos_token_ids
+                )
             return self._ll_tokenizers[with_tags]
 
-    def _make_tokenizer(self, with_tags: bool) -> LLTokenizer:
+    def _tokenizer_text(self, with_tags: bool) -> str:
         """Without tags it knows no added token, so that a text such as "<|im_end|>" is spelled and does not end it."""
         text = self._tokenizer.backend_tokenizer.to_str()
-        if not with_tags:
-            raw = json.loads(text)
-            for token in raw["added_tokens"]:  # they keep their ids, under names that nobody can write
-                token.update(content=f"<|{secrets.token_hex(16)}|>", special=True)
-            text = json.dumps(raw)
-        return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
+        if with_tags:
+            return text
+        raw = json.loads(text)
+        for token in raw["added_tokens"]:  # they keep their ids, under names that nobody can write
+            token.update(content=f"<|{secrets.token_hex(16)}|>", special=True)
+        return json.dumps(raw)
+
+    def _about_tokenizers(self) -> dict[str, Any]:
+        """For the trials."""
+        texts = {str(with_tags): self._tokenizer_text(with_tags) for with_tags in (False, True)}
+        return {"tokenizers": texts, "vocab_size": self._vocab_size, "eos_token_ids": self._eos_token_ids}
 
 
 def json_schema_source(schema: Mapping[str, Any] | str) -> str:
     if isinstance(schema, str):
-        if len(schema) > MAX_GRAMMAR_BYTES:
-            raise ValueError(f"the JSON schema has {len(schema)} characters; at most {MAX_GRAMMAR_BYTES} are allowed")
+        _check_length(schema, "the JSON schema")
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:
@@ -246,6 +258,7 @@ def json_object_source() -> str:
 
 
 def regex_source(regex: str) -> str:
+    _check_length(regex, "the regular expression")
     return LLMatcher.grammar_from_regex(regex)
 
 
@@ -255,6 +268,7 @@ def choice_source(choices: Sequence[str]) -> str:
 
 def grammar_source(grammar: str) -> str:
     """Lark's syntax as llguidance reads it, or GBNF with `::=`, which is converted."""
+    _check_length(grammar, "the grammar")
     if "::=" in grammar:
         try:
             grammar = llguidance.gbnf_to_lark.any_to_lark(grammar)
@@ -263,10 +277,12 @@ def grammar_source(grammar: str) -> str:
     return LLMatcher.grammar_from_lark(grammar)
 
 
+def _check_length(text: str, what: str) -> None:
+    """Before anything is done with it."""
+    if len(text) > MAX_GRAMMAR_BYTES:
+        raise ValueError(f"{what} has {len(text)} characters; at most {MAX_GRAMMAR_BYTES} are allowed")
+
+
 def _set_bit(row: np.ndarray, token_id: int, value: bool) -> None:
     words, bit = row.view(np.uint32), np.uint32(1 << token_id % 32)
     words[token_id // 32] = words[token_id // 32] | bit if value else words[token_id // 32] & ~bit
-
-
-def _first_line(message: str) -> str:
-    return message.strip().splitlines()[0] if message.strip() else "unknown error"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import sys
 from collections.abc import AsyncIterator
@@ -58,9 +59,8 @@ async def _run(lines: list[str], output: Path, model: str, engine: dict[str, Any
 
     llm = AsyncLLM(model, **engine)
     try:
-        serving = Serving(llm, config)
         num_failed = 0
-        with output.open("w", encoding="utf-8") as file:
+        with contextlib.closing(Serving(llm, config)) as serving, output.open("w", encoding="utf-8") as file:
             async for answer in answers(serving, lines):
                 num_failed += answer["response"]["status_code"] != 200
                 file.write(json.dumps(answer, ensure_ascii=False) + "\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib.resources import files
 from typing import Any
@@ -55,7 +54,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> Gate:
     _add_tokenizer(app, serving)
     _add_information(app, serving)
     _add_page(app)
-    return Gate(app, config)
+    return Gate(app, config, serving.close)
 
 
 async def _nobody_listens(request: Request, error: Exception) -> Response:
@@ -100,25 +99,25 @@ def _add_generation(app: FastAPI, serving: Serving) -> None:
         return await _respond(request, body.stream, lambda: start(body), completion.complete, completion.stream)
 
 
+def _tokenize(serving: Serving, body: TokenizeRequest) -> tuple[list[int], list[str] | None]:
+    """The ids, and their texts if those are wanted."""
+    if body.messages is not None:
+        tools, generates = template_tools(body.tools), body.add_generation_prompt is not False
+        messages = template_messages(body.messages)
+        ids = serving.template.render(messages, tools, body.chat_template_kwargs, generates).token_ids
+    else:
+        ids = serving.tokenize(body.prompt or "")
+    return ids, [serving.table.text_of(i) for i in ids] if body.return_token_strs else None
+
+
 def _add_tokenizer(app: FastAPI, serving: Serving) -> None:
     @app.post("/tokenize", responses=responses.declared(responses.TokenizeResponse))
     async def tokenize(body: TokenizeRequest) -> Response:
         serving.check_model(body.model)
         with user_errors():
-            if body.messages is not None:
-                prompt = await asyncio.to_thread(
-                    serving.template.render,
-                    template_messages(body.messages),
-                    template_tools(body.tools),
-                    body.chat_template_kwargs,
-                    body.add_generation_prompt is not False,
-                )
-                ids = prompt.token_ids
-            else:
-                ids = await asyncio.to_thread(serving.encode, body.prompt or "")
-        answer: dict[str, Any] = {"count": len(ids), "max_model_len": serving.llm.max_model_len, "tokens": ids}
-        answer["token_strs"] = [serving.table.text_of(i) for i in ids] if body.return_token_strs else None
-        return JSONResponse(answer)
+            ids, texts = await serving.off_loop(lambda: _tokenize(serving, body))
+        length = serving.llm.max_model_len
+        return JSONResponse({"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": texts})
 
     @app.post("/detokenize", responses=responses.declared(responses.DetokenizeResponse))
     async def detokenize(body: DetokenizeRequest) -> Response:
@@ -126,7 +125,7 @@ def _add_tokenizer(app: FastAPI, serving: Serving) -> None:
         vocab_size = serving.llm.model_config.vocab_size
         if wrong := [i for i in body.tokens if i >= vocab_size]:
             raise APIError(400, f"tokens contains {wrong[0]}; the vocabulary is 0 to {vocab_size - 1}", "tokens")
-        return JSONResponse({"prompt": await asyncio.to_thread(serving.decode, body.tokens)})
+        return JSONResponse({"prompt": await serving.off_loop(lambda: serving.detokenize(body.tokens))})
 
 
 def _add_information(app: FastAPI, serving: Serving) -> None:

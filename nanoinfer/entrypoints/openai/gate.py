@@ -12,6 +12,7 @@ import binascii
 import hashlib
 import json
 import secrets
+from collections.abc import Callable
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -32,10 +33,14 @@ _HEADERS = [
 
 
 class Gate:
-    """Any of the configuration's keys opens; where there are none, everybody may enter."""
+    """Any of the configuration's keys opens; where there are none, everybody may enter.
 
-    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+    close: ends what the application has begun beside its requests; called once it serves no more.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig, close: Callable[[], None]) -> None:
         self._app = app
+        self.close = close
         self._key_hashes = [hashlib.sha256(key.encode()).digest() for key in config.api_key]
         self._hosts = TrustedHosts.of(config)
         # Browsers that ask what they may send (CORS) do so without keys, and the application answers them.

@@ -102,6 +102,7 @@ class Server:
         finally:
             for task in helpers:
                 task.cancel()
+            self.gate.close()
             await self._llm.shutdown()
 
     def stop(self) -> None:
@@ -121,6 +122,7 @@ class Server:
         if self.gate.num_active:
             logger.warning("Aborting %d requests", self.gate.num_active)
         await self._llm.shutdown()
+        self.gate.close()
         await self._let_answers_out()
         self._uvicorn.should_exit = True
 

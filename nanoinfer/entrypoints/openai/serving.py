@@ -6,19 +6,20 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from nanoinfer.async_llm import AsyncLLM, RequestStream
+from nanoinfer.async_llm import AsyncLLM, QueueFullError, RequestStream
 from nanoinfer.engine.detokenizer import TokenTable
-from nanoinfer.entrypoints.chat_template import ChatTemplate
+from nanoinfer.entrypoints.chat_template import ChatTemplate, encode
 from nanoinfer.entrypoints.openai.config import ServerConfig
 from nanoinfer.entrypoints.openai.errors import APIError
-from nanoinfer.entrypoints.openai.protocol import ResponseFormat, SamplingOptions
+from nanoinfer.entrypoints.openai.protocol import ChatCompletionRequest, ResponseFormat, SamplingOptions
 from nanoinfer.entrypoints.structured_outputs import (
     GrammarCompiler,
     LLGuidanceGrammar,
@@ -68,10 +69,30 @@ class Serving:
         self.grammars = GrammarCompiler(
             tokenizer, llm.model_config.vocab_size, sorted(llm.eos_token_ids), config.grammar_timeout
         )
+        # One thread: texts of any length, in the order that they came in, with the event loop free for streams.
+        self._text_thread = ThreadPoolExecutor(1, thread_name_prefix="nanoinfer-text")
+        self._num_texts = 0
         self.defaults = llm.get_default_sampling_params() if config.generation_config == "auto" else SamplingParams()
         shown = {name: getattr(self.defaults, name) for name in _MODEL_DEFAULTS}
         origin = "model" if config.generation_config == "auto" else "the server"
         logger.info("Using default sampling params from %s: %s", origin, shown)
+
+    async def off_loop(self, work: Callable[[], T]) -> T:
+        """The result of what takes longer the longer a request's texts are. Raises QueueFullError if too many wait."""
+        if self._num_texts >= self.config.max_waiting:
+            raise QueueFullError(
+                f"{self._num_texts} texts wait to be tokenized, which is as many as may; try again later"
+            )
+        self._num_texts += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._text_thread, work)
+        finally:
+            self._num_texts -= 1
+
+    def close(self) -> None:
+        """Begins nothing more off the loop."""
+        self._text_thread.shutdown(wait=False, cancel_futures=True)
+        self.grammars.close()
 
     def check_model(self, name: str | None) -> str:
         if name is not None and name not in self.model_names:
@@ -110,7 +131,7 @@ class Serving:
             raise APIError(
                 400,
                 f"the context is {self.llm.max_model_len} tokens long; the prompt has {num_prompt_tokens}{wanted}",
-                "max_tokens" if room >= 1 else "messages",
+                "max_tokens" if room >= 1 else "messages" if isinstance(request, ChatCompletionRequest) else "prompt",
                 "context_length_exceeded",
             )
         values: dict[str, Any] = {name: getattr(self.defaults, name) for name in _MODEL_DEFAULTS}
@@ -149,19 +170,23 @@ class Serving:
         return await self.grammars.compile(json_object_source)
 
     def visible_logprobs(self, output: CompletionOutput, request: SamplingOptions) -> list[dict[int, Logprob]]:
-        """Those of the tokens that make up the text: without the one that ended it, unless it is shown."""
+        """Without those of the token that ended the text, unless it is shown.
+
+        Tokens that a stop string cut from the text keep theirs, as in vLLM: they may hold text that stays.
+        """
         logprobs = output.logprobs or []
-        if output.finish_reason != "stop" or not output.token_ids or request.include_stop_str_in_output:
+        if output.finish_reason != "stop" or isinstance(output.stop_reason, str) or not output.token_ids:
             return logprobs
         last = output.token_ids[-1]
-        return logprobs[:-1] if last == output.stop_reason or last in self.llm.eos_token_ids else logprobs
+        is_ended_by_it = last == output.stop_reason or last in self.llm.eos_token_ids
+        return logprobs[:-1] if is_ended_by_it and not request.include_stop_str_in_output else logprobs
 
-    def encode(self, text: str) -> list[int]:
+    def tokenize(self, text: str) -> list[int]:
         """With control tokens: a prompt of completions is written by a program. Safe in any thread."""
         assert self.tokenizer is not None
-        return self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+        return encode(self.tokenizer.backend_tokenizer, text)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def detokenize(self, token_ids: Sequence[int]) -> str:
         return b"".join(self.table.bytes_of(token_id) for token_id in token_ids).decode(errors="replace")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -133,15 +132,12 @@ class ChatServing:
         return config.enable_auto_tool_choice or request.forced_tools is not None
 
     async def render(self, request: ChatCompletionRequest) -> ChatPrompt:
-        """In a thread: templates and long texts take their time."""
         options = dict(request.chat_template_kwargs or {})
         if request.reasoning_effort is not None:
             options.setdefault("enable_thinking", request.reasoning_effort != _EFFORT_OFF)
-        return await asyncio.to_thread(
-            self._serving.template.render,
-            template_messages(request.messages),
-            template_tools(request.offered_tools),
-            options,
+        render, tools = self._serving.template.render, request.offered_tools
+        return await self._serving.off_loop(
+            lambda: render(template_messages(request.messages), template_tools(tools), options)
         )
 
     async def start(self, request: ChatCompletionRequest) -> Chat:

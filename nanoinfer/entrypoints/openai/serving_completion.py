@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import copy
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -86,9 +87,9 @@ class CompletionServing:
         given = as_prompts(request.prompt)
         n = request.n or 1
         serving.check_count(len(given), n)
-        texts_and_ids = await asyncio.to_thread(lambda: [self._prompt(prompt) for prompt in given])
+        texts_and_ids = await serving.off_loop(lambda: [self._prompt(prompt) for prompt in given])
         params = [self._params(request, len(ids)) for _, ids in texts_and_ids]
-        grammars = [await serving.grammar(request, request.response_format) for _ in given]
+        grammar = await serving.grammar(request, request.response_format)
         request_id = new_id("cmpl")
         prompts: list[Prompt] = []
         try:
@@ -98,7 +99,7 @@ class CompletionServing:
                     params[i],
                     f"{request_id}-{i}",
                     cache_salt=request.cache_salt,
-                    grammar=grammars[i],
+                    grammar=copy.deepcopy(grammar),
                 )
                 prompts.append(Prompt(text, ids, i * n, stream))
         except BaseException:
@@ -113,10 +114,10 @@ class CompletionServing:
     def _prompt(self, prompt: str | list[int]) -> tuple[str, list[int]]:
         serving = self._serving
         if isinstance(prompt, str):
-            ids = serving.encode(prompt)
+            ids = serving.tokenize(prompt)
             text = prompt
         else:
-            ids, text = prompt, serving.decode(prompt)
+            ids, text = prompt, serving.detokenize(prompt)
         if not ids:
             raise APIError(400, "a prompt is empty; it needs at least one token", "prompt")
         return text, ids
