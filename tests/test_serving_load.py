@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import json
+import logging
 import os
 import random
 import re
@@ -21,12 +22,16 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from kit import ROOT, checkpoint
-from server_kit import ENGINE, ScriptedLLM, demo_llm, events, running, tiny_llm
+from server_kit import DEMO, ENGINE, ScriptedLLM, demo_llm, events, running, tiny_llm
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.bench import serving
 from nanoinfer.bench.client import Client, HTTPError
+from nanoinfer.entrypoints.openai.config import ServerConfig
+from nanoinfer.entrypoints.openai.server import run_server
 
 NUM_STREAMS = 64
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -190,6 +195,16 @@ def test_the_benchmark_of_serving_counts_what_it_asked_for() -> None:
     assert [serving.percentile(ordered, q) for q in (0, 0.5, 0.99, 1)] == [0, 50, 99, 99]
 
 
+@settings(max_examples=50, deadline=None)
+@given(lens=st.lists(st.integers(1, 40), min_size=1, max_size=12), budget=st.integers(1, 64))
+def test_first_tokens_come_as_fast_as_the_budget_lets_prompts_be_read(lens: list[int], budget: int) -> None:
+    """With steps of a second each: the number of steps that hold the prompts up to and with one's own."""
+    total = sum(lens)
+    steps = [(min(budget, total - start), 1.0) for start in range(0, total, budget)]
+    found = serving.first_token_seconds(lens, [*steps, (0, 1.0)])
+    assert found == [-(-sum(lens[: i + 1]) // budget) for i in range(len(lens))]
+
+
 # --- The end -----------------------------------------------------------------------------------------------------
 
 
@@ -295,6 +310,29 @@ def test_a_grammar_that_compiles_for_ever_does_not_hold_up_the_end() -> None:
         thread.join(30)
         assert not thread.is_alive()
     assert results[0].status_code == 400 and len(compilers()) == before
+
+
+def test_who_reads_that_it_serves_may_connect_and_stop_it_at_once() -> None:
+    connections: list[socket.socket] = []
+
+    class Reader(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if match := re.search(r"Serving .* at http://127.0.0.1:(\d+) ", record.getMessage()):
+                connections.append(socket.create_connection(("127.0.0.1", int(match[1])), timeout=20))
+                signal.raise_signal(signal.SIGTERM)
+
+    reader, log = Reader(), logging.getLogger("nanoinfer.entrypoints.openai.server")
+    level = log.level
+    log.addHandler(reader)
+    log.setLevel(logging.INFO)
+    try:
+        assert run_server(DEMO, ENGINE, ServerConfig(port=0)) == 0
+    finally:
+        log.removeHandler(reader)
+        log.setLevel(level)
+    (connection,) = connections
+    with connection, contextlib.suppress(ConnectionError):
+        assert connection.recv(1) == b"", "the server has hung up"
 
 
 def test_a_port_in_use_is_told_before_the_model_is_loaded() -> None:

@@ -2,13 +2,20 @@
 
 `nanoinfer bench serve` loads the model in this process, runs the workload, closes it, starts `nanoinfer serve` as a
 process of its own and runs the workload again as streams over loopback. With --url it measures a server that runs.
+
+All requests come at once, so the k-th one's first token comes when the prompts up to its own have been read,
+max_num_batched_tokens at a time. Next to the served times to first token stand those of the offline run, whose steps
+are known (what HTTP and the engine loop add is the difference), and their floor: the same steps at this machine's
+matrix rate and reading speed.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import bisect
 import contextlib
+import itertools
 import json
 import re
 import shutil
@@ -17,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(json.dumps(report))
         return
     for name, value in report.items():
-        print(f"{name:20} {value:.4g}" if isinstance(value, float) else f"{name:20} {value}")
+        print(f"{name:24}{value:.4g}" if isinstance(value, float) else f"{name:24}{value}")
 
 
 def dummy_model(directory: Path, tokenizer: str | None) -> str:
@@ -88,17 +95,45 @@ def dummy_model(directory: Path, tokenizer: str | None) -> str:
 
 
 def measure_offline(flags: list[str], workload: Workload) -> dict[str, Any]:
+    import torch
+
+    from nanoinfer.bench.floor import Floor
+    from nanoinfer.bench.machine import measure_machine
     from nanoinfer.bench.throughput import generate
     from nanoinfer.config import EngineConfig
     from nanoinfer.entrypoints.cli.flags import given
     from nanoinfer.entrypoints.cli.main import make_parser
     from nanoinfer.llm import LLM
 
-    options = given(make_parser("serve")[0].parse_args(["serve", *flags]), EngineConfig)
-    with LLM(**options) as llm:
+    config = EngineConfig(**given(make_parser("serve")[0].parse_args(["serve", *flags]), EngineConfig))
+    with LLM(**asdict(config)) as llm:
         generate(llm, [warm_up_prompt()], [8], 0.6)
         timed = generate(llm, workload.prompts, workload.output_lens, 0.6)
-    return {"offline_seconds": timed.seconds, "offline_tok_s": timed.output_tokens / timed.seconds}
+        capacity, model_config = llm.capacity, llm.model_config
+    dtype = getattr(torch, capacity.dtype)
+    machine = measure_machine(capacity.device, dtype, config.tensor_parallel_size)
+    floor = Floor.of_model(model_config, dtype.itemsize, config.quantization, config.kv_cache_dtype)
+    prompt_lens = [len(prompt) for prompt in workload.prompts]
+    offline = first_token_seconds(prompt_lens, [(step.num_prefill_tokens, step.seconds) for step in timed.steps])
+    least = [(step.num_prefill_tokens, floor.seconds(step, machine)) for step in timed.steps]
+    return {
+        "offline_seconds": timed.seconds,
+        "offline_tok_s": timed.output_tokens / timed.seconds,
+        "max_num_batched_tokens": capacity.max_num_batched_tokens,
+        "gemm_tflop_s": machine.gemm_tflop_s,
+        **percentiles("ttft_floor", first_token_seconds(prompt_lens, least)),
+        **percentiles("ttft_offline", offline),
+    }
+
+
+def first_token_seconds(prompt_lens: list[int], steps: list[tuple[int, float]]) -> list[float]:
+    """When each prompt's first token comes, if all wait from the start and are read in order, each once.
+
+    steps: (prompt tokens read, seconds) of each. A prompt is read when those before it are, and it itself.
+    """
+    reads = list(itertools.accumulate(num_tokens for num_tokens, _ in steps))
+    times = list(itertools.accumulate(seconds for _, seconds in steps))
+    return [times[bisect.bisect_left(reads, end)] for end in itertools.accumulate(prompt_lens)]
 
 
 def warm_up_prompt() -> list[int]:
@@ -138,17 +173,19 @@ async def measure(client: Client, workload: Workload, max_concurrency: int | Non
     timings = await asyncio.gather(*map(limited, workload.prompts, workload.output_lens))
     seconds = time.perf_counter() - start
     num_tokens = sum(timing.num_tokens for timing in timings)
-    firsts = sorted(timing.event_seconds[0] for timing in timings)
-    gaps = sorted(b - a for t in timings for a, b in zip(t.event_seconds, t.event_seconds[1:], strict=False))
+    gaps = [b - a for t in timings for a, b in zip(t.event_seconds, t.event_seconds[1:], strict=False)]
     return {
         "output_tokens": num_tokens,
         "served_seconds": seconds,
         "served_tok_s": num_tokens / seconds,
-        "ttft_ms_p50": 1e3 * percentile(firsts, 0.5),
-        "ttft_ms_p99": 1e3 * percentile(firsts, 0.99),
-        "itl_ms_p50": 1e3 * percentile(gaps, 0.5),
-        "itl_ms_p99": 1e3 * percentile(gaps, 0.99),
+        **percentiles("ttft", [timing.event_seconds[0] for timing in timings]),
+        **percentiles("itl", gaps),
     }
+
+
+def percentiles(name: str, seconds: list[float]) -> dict[str, float]:
+    ordered = sorted(seconds)
+    return {f"{name}_ms_p{round(100 * q)}": 1e3 * percentile(ordered, q) for q in (0.5, 0.99)}
 
 
 async def request(client: Client, prompt: list[int], num_tokens: int) -> Timing:

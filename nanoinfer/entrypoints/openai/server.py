@@ -30,6 +30,7 @@ from nanoinfer.entrypoints.openai.metrics import LogLine
 logger = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 64 * 1024
+_BACKLOG = 2048
 _LOG_SECONDS = 10.0
 _POLL_SECONDS = 0.1
 # What answers that are being written get when the engine is gone, and connections when the server is.
@@ -156,6 +157,10 @@ def run_server(model: str, engine_options: dict[str, Any], config: ServerConfig)
 
         async def serve() -> int:
             server = Server(llm, config, sock)
+            # Whoever reads the line below may connect or send a signal at once, although uvicorn has not started.
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(number, server.stop)
+            sock.listen(_BACKLOG)
             where = address(config, sock)
             logger.info(
                 "Serving %s at %s (the page), %s/v1 (OpenAI's API)",
@@ -165,8 +170,6 @@ def run_server(model: str, engine_options: dict[str, Any], config: ServerConfig)
             )
             if not is_loopback(config.host) and not config.api_key and config.uds is None:
                 logger.warning("Other machines can reach this server, and it asks for no key (--api-key)")
-            for number in (signal.SIGTERM, signal.SIGINT):
-                asyncio.get_running_loop().add_signal_handler(number, server.stop)
             await server.run()
             return server.exit_code
 
