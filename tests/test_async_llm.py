@@ -8,6 +8,7 @@ timed.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import os
 import signal
@@ -34,7 +35,7 @@ from nanoinfer import (
     SamplingParams,
 )
 from nanoinfer.config import EngineConfig, ModelConfig, SchedulerConfig
-from nanoinfer.engine import llm_engine
+from nanoinfer.engine import llm_engine, output_processor
 from nanoinfer.engine.stats import IterationStats
 from nanoinfer.executor.multiproc import MultiprocExecutor
 from nanoinfer.step import KVCacheCapacity
@@ -491,6 +492,32 @@ def test_texts_in_the_tokenizer_count_as_waiting_and_what_is_wrong_with_them_is_
             await assert_idle(llm)
 
     run(main())
+
+
+def test_log_probabilities_of_prompts_are_made_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = checkpoint("tied").directory
+    prompt, params = [5, 6, 7, 8, 9], greedy(3, prompt_logprobs=2)
+    expected = make_llm(directory, num_kvcache_blocks=200).generate(prompt, params)[0].prompt_logprobs
+    threads: set[int] = set()
+    make = output_processor._logprob_dict
+
+    def watched(*arguments: Any) -> Any:
+        threads.add(threading.get_ident())
+        return make(*arguments)
+
+    async def main() -> None:
+        monkeypatch.setattr(output_processor, "_logprob_dict", watched)
+        llm = AsyncLLM(directory, distributed_executor_backend="uni", **OPTIONS)
+        for kind in RequestOutputKind:
+            outputs = await collect(llm.generate(prompt, dataclasses.replace(params, output_kind=kind)))
+            assert outputs[0].prompt_logprobs is not None and expected is not None
+            assert [entry and list(entry) for entry in outputs[0].prompt_logprobs] == [
+                entry and list(entry) for entry in expected
+            ]
+        await llm.shutdown()
+
+    run(main())
+    assert threads and threading.get_ident() not in threads
 
 
 @pytest.mark.parametrize("how", ["close", "drop", "cancel", "abort", "death", "shutdown"])

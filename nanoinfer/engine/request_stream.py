@@ -34,6 +34,7 @@ class Mailbox:
         self.loop = asyncio.get_running_loop()
         self.error: BaseException | None = None
         self._with_logprobs = params.logprobs is not None
+        self._lacks_prompt_logprobs = params.prompt_logprobs is not None
         # All that has come; of a stream of deltas, all that has not been read.
         self._parts = [self._fresh(index) for index in range(params.n)]
         self._unread: set[int] = set()
@@ -98,6 +99,13 @@ class Mailbox:
             output.prompt_logprobs = None
         self._has_been_read = True
         return output
+
+    async def make_prompt_logprobs(self) -> None:
+        """Once, and in another thread: those of a long prompt would hold up all streams."""
+        assert self.request is not None
+        if self._lacks_prompt_logprobs:
+            made = await self.loop.run_in_executor(None, self.request.prompt_logprobs)
+            self._lacks_prompt_logprobs = made is None
 
     async def wait(self) -> None:
         """Until something has come, or has gone wrong."""
@@ -166,14 +174,15 @@ class RequestStream(AsyncIterator[RequestOutput]):
     async def __anext__(self) -> RequestOutput:
         mailbox = self._mailbox
         while not self._is_over:
-            if mailbox.can_be_read:
-                output = mailbox.read()
-                self._is_over = output.finished
-                return output
-            if mailbox.error is not None:
-                self._is_over = True
-                raise mailbox.error
             try:
+                if mailbox.can_be_read:
+                    await mailbox.make_prompt_logprobs()
+                    output = mailbox.read()
+                    self._is_over = output.finished
+                    return output
+                if mailbox.error is not None:
+                    self._is_over = True
+                    raise mailbox.error
                 await mailbox.wait()
             except asyncio.CancelledError:
                 self._close()

@@ -61,10 +61,6 @@ class ChatTemplate:
         self._control = re.compile("|".join(tokens) or r"(?!)")
         self._plain = without_added_tokens(tokenizer.backend_tokenizer)
 
-    @property
-    def exists(self) -> bool:
-        return bool(self._template)
-
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

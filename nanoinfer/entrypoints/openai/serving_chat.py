@@ -51,15 +51,15 @@ class Choice:
         self._think_end_id = serving.think_end_id
         self._shows_reasoning = request.include_reasoning is not False
         self._max_calls = 1 if request.parallel_tool_calls is False else None
-        self._num_tokens = 0
+        self.num_tokens = 0
         self._end_of_thinking: int | None = None
         self._has_calls = False
 
     def advance(self, output: CompletionOutput) -> dict[str, Any]:
         """The delta of the message that an output brings; {} if nothing is certain yet."""
         if self._end_of_thinking is None and self._think_end_id in output.token_ids:
-            self._end_of_thinking = self._num_tokens + output.token_ids.index(self._think_end_id) + 1
-        self._num_tokens += len(output.token_ids)
+            self._end_of_thinking = self.num_tokens + output.token_ids.index(self._think_end_id) + 1
+        self.num_tokens += len(output.token_ids)
         is_over = output.finish_reason is not None
         reasoning, content = "", output.text
         if self._reasoning is not None:
@@ -102,7 +102,7 @@ class Choice:
         """Up to and with the closing tag."""
         if self._reasoning is None or not self._reasoning.has_block or self._think_end_id is None:
             return 0
-        return self._num_tokens if self._end_of_thinking is None else self._end_of_thinking
+        return self.num_tokens if self._end_of_thinking is None else self._end_of_thinking
 
 
 @dataclass
@@ -270,5 +270,5 @@ class ChatServing:
 
     def _count(self, chat: Chat, num_cached: int) -> None:
         chat.usage.cached_tokens = num_cached
-        chat.usage.completion_tokens = sum(choice._num_tokens for choice in chat.choices)
+        chat.usage.completion_tokens = sum(choice.num_tokens for choice in chat.choices)
         chat.usage.reasoning_tokens = sum(choice.num_reasoning_tokens for choice in chat.choices)

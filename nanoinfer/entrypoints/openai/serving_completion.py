@@ -147,7 +147,7 @@ class CompletionServing:
         for prompt, final in zip(completion.prompts, finals, strict=True):
             completion.usage.cached_tokens += final.num_cached_tokens
             for output in final.outputs:
-                choices.append(self._choice(completion, prompt, output, final, is_first=True))
+                choices.append(await self._write(completion, prompt, output, final, is_first=True))
         return {**completion.head, "choices": choices, "usage": completion.usage.as_dict()}
 
     async def stream(self, completion: Completion) -> AsyncIterator[bytes]:
@@ -162,7 +162,7 @@ class CompletionServing:
                     completion.usage.cached_tokens += result.num_cached_tokens
                 for output in result.outputs:
                     index = prompt.first_index + output.index
-                    choice = self._choice(completion, prompt, output, result, is_first=index not in begun)
+                    choice = await self._write(completion, prompt, output, result, is_first=index not in begun)
                     begun.add(index)
                     chunk: dict[str, Any] = {**head, "choices": [choice]}
                     if options is not None and options.continuous_usage_stats:
@@ -175,6 +175,14 @@ class CompletionServing:
             yield event(error_body(as_api_error(error)))
         finally:
             await completion.close()
+
+    async def _write(
+        self, completion: Completion, prompt: Prompt, output: CompletionOutput, result: RequestOutput, *, is_first: bool
+    ) -> dict[str, Any]:
+        """As `_choice`; in a thread where there are log-probabilities of a whole prompt to write."""
+        if result.prompt_logprobs is None:
+            return self._choice(completion, prompt, output, result, is_first=is_first)
+        return await asyncio.to_thread(self._choice, completion, prompt, output, result, is_first=is_first)
 
     def _choice(
         self, completion: Completion, prompt: Prompt, output: CompletionOutput, result: RequestOutput, *, is_first: bool
