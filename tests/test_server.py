@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import logging
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -211,6 +212,54 @@ def test_a_bad_body_is_a_400_that_names_the_field(body: Any, param: str | None) 
     assert not llm.requests
     if param is not None:
         assert (error["param"] or "") == param, error
+
+
+WHOLE: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {
+        "model": "demo", "stop": ["x"], "bad_words": ["y"], "cache_salt": "z", "user": "u", "metadata": {"k": "v"},
+        "messages": [
+            {"role": "system", "content": [{"type": "text", "text": "s"}], "name": "n"},
+            {"role": "assistant", "content": "c", "reasoning": "r", "refusal": "no",
+             "tool_calls": [{"id": "i", "type": "function", "function": {"name": "f", "arguments": "{}"}}]},
+            {"role": "tool", "content": "t", "tool_call_id": "i"},
+        ],
+        "tools": [{"type": "function", "function": {
+            "name": "f", "description": "d", "parameters": {"type": "object", "properties": {"a": {"const": "b"}}}}}],
+    }),
+    (CHAT, {"messages": MESSAGES, "structured_outputs": {"choice": ["a"]}}),
+    (CHAT, {"messages": MESSAGES, "response_format": {
+        "type": "json_schema", "json_schema": {"name": "n", "description": "d", "schema": {"const": "a"}}}}),
+    ("/v1/completions", {"prompt": ["a", "b"], "structured_outputs": {"regex": "a"}}),
+    ("/v1/completions", {"prompt": "a", "structured_outputs": {"grammar": 'start: "a"'}}),
+    ("/tokenize", {"prompt": "a"}),
+    ("/tokenize", {"messages": MESSAGES, "tools": TOOLS, "chat_template_kwargs": {"enable_thinking": True}}),
+]  # fmt: skip
+
+
+def spoiled(value: Any) -> Iterator[Any]:
+    """Copies of a body, each with half of a surrogate pair in one of its strings or keys."""
+    if isinstance(value, str):
+        yield value + "\ud800"
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            yield from ([*value[:i], other, *value[i + 1 :]] for other in spoiled(item))
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from ({**value, key: other} for other in spoiled(item))
+            yield {**value, key + "\udfff": item}
+
+
+@pytest.mark.parametrize(("path", "body"), WHOLE)
+def test_half_a_surrogate_pair_is_a_400_wherever_it_stands(path: str, body: dict[str, Any]) -> None:
+    llm = ScriptedLLM()
+    (fine,) = requests(llm, body, path=path)
+    assert fine.status_code == 200, fine.text
+    cases = list(spoiled(body))
+    raw = [json.dumps(cases[0], ensure_ascii=False).encode(errors="surrogatepass")]
+    num_requests = len(llm.requests)
+    for case, answer in zip([*cases, *raw], requests(llm, *cases, *raw, path=path), strict=True):
+        assert answer.status_code == 400, (case, answer.text)
+    assert len(cases) > 1 and len(llm.requests) == num_requests
 
 
 @pytest.mark.parametrize(

@@ -94,4 +94,6 @@ class GrammarTrial:
 
 
 def first_line(message: str) -> str:
-    return message.strip().splitlines()[0] if message.strip() else "unknown error"
+    """Of an error of llguidance's; without the list of all special tokens that it adds to some."""
+    first = message.strip().splitlines()[0] if message.strip() else "unknown error"
+    return first.partition("; following special tokens are available")[0]

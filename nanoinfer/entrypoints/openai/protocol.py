@@ -7,6 +7,7 @@ and have no effect; those that ask for what this server cannot do are refused.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -50,6 +51,24 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
 
 
+class RequestBody(Body):
+    """A whole body."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, value: Any) -> Any:
+        """JSON can spell half of a surrogate pair, anywhere, and nothing can tokenize that, log it or send it back."""
+        if not isinstance(value, dict):  # bytes, of another content type; refused after this
+            return value
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError("the body has half of a surrogate pair (\\ud800 to \\udfff), which is no text") from None
+        except RecursionError:
+            raise ValueError("the body is nested too deep") from None
+        return value
+
+
 def example(**fields: Any) -> ConfigDict:
     """For a model's `model_config`: a request to show in the server's description, which is also a test case."""
     return ConfigDict(json_schema_extra={"examples": [fields]})
@@ -80,7 +99,7 @@ class StructuredOutputs(Body):
         return self
 
 
-class SamplingOptions(Body):
+class SamplingOptions(RequestBody):
     """What completions and chat completions have in common."""
 
     model: str | None = Field(None, max_length=512)
@@ -315,7 +334,7 @@ class ChatCompletionRequest(SamplingOptions):
         return None
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(RequestBody):
     """vLLM's `/tokenize`: a text, or a conversation through the chat template."""
 
     model_config = example(prompt="The capital of France is", return_token_strs=True)
@@ -335,7 +354,7 @@ class TokenizeRequest(Body):
         return self
 
 
-class DetokenizeRequest(Body):
+class DetokenizeRequest(RequestBody):
     model_config = example(tokens=[40, 2, 40])
     model: str | None = Field(None, max_length=512)
     tokens: list[TokenId] = Field(max_length=2**20)
