@@ -260,36 +260,52 @@ def streamed(url: str, into: list[str], started: threading.Event) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "ending"), [(signal.SIGTERM, 0, "abort"), (signal.SIGKILL, 1, "engine_dead")]
+    ("number", "code", "ending"),
+    [(signal.SIGTERM, 0, "abort"), (signal.SIGKILL, 1, "engine_dead"), (signal.SIGSTOP, 1, "engine_dead")],
 )
 def test_the_process_ends_in_seconds_and_leaves_no_child(number: int, code: int, ending: str) -> None:
-    """SIGTERM to the server: its streams are aborted. SIGKILL to a rank: they are told, and the exit code is 1."""
-    with served() as (process, url):
+    """SIGTERM to the server: its requests are aborted. A rank that dies or hangs: they are told, and the code is 1."""
+    flags = ["--step-timeout", "3"] if number == signal.SIGSTOP else []
+    with served(*flags) as (process, url):
         children = psutil.Process(process.pid).children(recursive=True)
         ranks = [
             child for child in children if "multiprocessing" in " ".join(child.cmdline()) or "rank" in child.name()
         ]
         assert children
         texts: list[str] = []
+        wholes: list[httpx.Response] = []
         started = threading.Event()
-        thread = threading.Thread(target=streamed, args=(url, texts, started))
-        thread.start()
+        threads = [
+            threading.Thread(target=streamed, args=(url, texts, started)),
+            threading.Thread(target=lambda: wholes.append(httpx.post(f"{url}/v1/completions", json=LONG, timeout=60))),
+        ]
+        for thread in threads:
+            thread.start()
         assert started.wait(60)
+        wait_for(lambda: num_running(httpx.get(f"{url}/metrics").text) == 2)
         if number == signal.SIGTERM:
             process.send_signal(number)
         else:
             for rank in ranks or children:
                 os.kill(rank.pid, number)
         assert process.wait(20) == code
-        thread.join(20)
-        assert not thread.is_alive()
-        found = events("".join(texts))
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive()
+        found, (whole,) = events("".join(texts)), wholes
         if ending == "abort":
             assert found[-2]["choices"][0]["finish_reason"] == "abort" and found[-1] == "[DONE]"
+            assert whole.status_code == 200 and whole.json()["choices"][0]["finish_reason"] == "abort"
         else:
             assert found[-1]["error"]["code"] == ending
+            assert whole.status_code == 503 and whole.json()["error"]["code"] == ending
         _, alive = psutil.wait_procs(children, timeout=10)
         assert not alive
+
+
+def num_running(metrics: str) -> float:
+    match = re.search(r"^nanoinfer:num_requests_running\{.*\} (\S+)$", metrics, re.M)
+    return float(match[1]) if match else -1
 
 
 def test_a_grammar_that_compiles_for_ever_does_not_hold_up_the_end() -> None:
