@@ -8,6 +8,7 @@ import functools
 import json
 import re
 import threading
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,6 +23,7 @@ from server_kit import asgi_client, tiny_llm
 from transformers import AutoTokenizer
 
 from nanoinfer.async_llm import QueueFullError
+from nanoinfer.entrypoints.grammar_trial import GrammarTrial
 from nanoinfer.entrypoints.structured_outputs import (
     MAX_CACHED,
     AfterThinking,
@@ -259,6 +261,22 @@ def test_a_compilation_that_does_not_end_is_ended_and_harms_no_other() -> None:
     before = set(psutil.Process().children())
     assert all(allowed(grammar) for grammar in asyncio.run(run()))
     assert set(psutil.Process().children()) <= before
+
+
+def test_the_trial_imports_what_the_server_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever that is installed: here, a llguidance that only this process's path leads to."""
+    (tmp_path / "llguidance.py").write_text(
+        "class LLTokenizer:\n    def __init__(self, *a, **k): pass\n"
+        "class LLMatcher(LLTokenizer):\n    def is_error(self): return True\n"
+        "    def get_error(self): return 'said by the one on the path'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    trial = GrammarTrial(compiler()._about_tokenizers)
+    try:
+        with pytest.raises(ValueError, match="said by the one on the path"):
+            trial.run("x", False, 60)
+    finally:
+        trial.close()
 
 
 def test_a_compiler_that_crashes_is_an_error_of_one_request() -> None:

@@ -17,6 +17,12 @@ from time import monotonic
 from typing import Any
 
 _PROGRAM = Path(__file__).with_name("grammar_worker.py")
+# So that it imports what this process imports, wherever that is installed.
+_BOOT = """
+import json, runpy, sys
+program, sys.path[:] = sys.argv.pop(1), json.loads(sys.argv.pop(1))
+runpy.run_path(program, run_name="__main__")
+"""
 _START_SECONDS = 60.0
 _TRIVIAL = 'start: "a"'
 _BROKEN = "the grammar broke the compiler, or needs too much memory; make it simpler"
@@ -58,7 +64,7 @@ class GrammarTrial:
         self._end()
         if self._is_closed:
             raise ValueError("no grammar is compiled any more: the server ends")
-        command = [sys.executable, "-I", str(_PROGRAM)]
+        command = [sys.executable, "-I", "-c", _BOOT, str(_PROGRAM), json.dumps(sys.path)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._write(self._process, self._about())
 
