@@ -271,7 +271,7 @@ def test_the_trial_imports_what_the_server_imports(tmp_path: Path, monkeypatch: 
         "    def get_error(self): return 'said by the one on the path'\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    trial = GrammarTrial(compiler()._about_tokenizers)
+    trial = GrammarTrial(compiler()._tokenizer_parts)
     try:
         with pytest.raises(ValueError, match="said by the one on the path"):
             trial.run("x", False, 60)

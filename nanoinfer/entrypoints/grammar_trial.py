@@ -24,18 +24,18 @@ program, sys.path[:] = sys.argv.pop(1), json.loads(sys.argv.pop(1))
 runpy.run_path(program, run_name="__main__")
 """
 _START_SECONDS = 60.0
-_TRIVIAL = 'start: "a"'
 _BROKEN = "the grammar broke the compiler, or needs too much memory; make it simpler"
 
 
 class GrammarTrial:
     """A child process, started when it is first needed, and again after it had to be killed.
 
-    For one thread at a time; `close` is for any. about: what grammar_worker.py wants to know first.
+    For one thread at a time; `close` is for any. tokenizer: what LLTokenizer is made of, with tags or without: the
+    text and the keywords.
     """
 
-    def __init__(self, about: Callable[[], dict[str, Any]]) -> None:
-        self._about = about
+    def __init__(self, tokenizer: Callable[[bool], tuple[str, dict[str, Any]]]) -> None:
+        self._tokenizer = tokenizer
         self._process: subprocess.Popen[bytes] | None = None
         self._has_tokenizer: set[bool] = set()
         self._is_closed = False
@@ -46,9 +46,10 @@ class GrammarTrial:
             if self._process is None or self._process.poll() is not None:
                 self._start()
             if with_tags not in self._has_tokenizer:  # made once, and no part of what the deadline is for
-                self._ask(_TRIVIAL, with_tags, _START_SECONDS)
+                text, options = self._tokenizer(with_tags)
+                self._ask({"with_tags": with_tags, "tokenizer": text, "options": options}, _START_SECONDS)
                 self._has_tokenizer.add(with_tags)
-            error = self._ask(source, with_tags, timeout)
+            error = self._ask({"with_tags": with_tags, "source": source}, timeout)
         except BaseException:
             self._end()
             raise
@@ -66,15 +67,14 @@ class GrammarTrial:
             raise ValueError("no grammar is compiled any more: the server ends")
         command = [sys.executable, "-I", "-c", _BOOT, str(_PROGRAM), json.dumps(sys.path)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self._write(self._process, self._about())
 
-    def _ask(self, source: str, with_tags: bool, timeout: float) -> str | None:
-        """What is wrong with a grammar. Raises ValueError if there is no answer in time, or never will be."""
+    def _ask(self, item: dict[str, Any], timeout: float) -> str | None:
+        """The answer to a line. Raises ValueError if there is no answer in time, or never will be."""
         process = self._process
         if process is None or process.stdout is None:
             raise ValueError(_BROKEN)
         deadline = monotonic() + timeout
-        self._write(process, {"source": source, "with_tags": with_tags})
+        self._write(process, item)
         if not select.select([process.stdout], [], [], max(0.0, deadline - monotonic()))[0]:
             raise ValueError(f"the grammar took more than {timeout:g} s to compile; make it simpler")
         line = process.stdout.readline()
@@ -86,7 +86,7 @@ class GrammarTrial:
     def _write(self, process: subprocess.Popen[bytes], item: dict[str, Any]) -> None:
         assert process.stdin is not None
         try:
-            process.stdin.write(json.dumps(item).encode() + b"\n")
+            process.stdin.write(json.dumps(item, ensure_ascii=False).encode() + b"\n")
             process.stdin.flush()
         except OSError as error:
             raise ValueError(_BROKEN) from error

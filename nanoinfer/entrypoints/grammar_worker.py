@@ -1,7 +1,7 @@
 """The program of the child processes of grammar_trial.py: compiles grammars to see whether that comes to an end.
 
-Lines of JSON on standard input: first what the tokenizers are made of, then one grammar each. For each grammar a line
-comes back, with what is wrong or null. Imports nothing of nanoinfer, so that it starts in a fraction of a second.
+Lines of JSON on standard input, each with a tokenizer to make or a grammar to compile with one. For each a line comes
+back, with what is wrong or null. Imports nothing of nanoinfer, so that it starts in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=read, args=(lines,), daemon=True).start()
-    about = json.loads(lines.get())
     tokenizers: dict[bool, LLTokenizer] = {}
     while True:
         item = json.loads(lines.get())
-        with_tags = item["with_tags"]
-        if with_tags not in tokenizers:
-            text = about["tokenizers"][str(with_tags)]
-            tokenizers[with_tags] = LLTokenizer(text, n_vocab=about["vocab_size"], eos_token=about["eos_token_ids"])
-        matcher = LLMatcher(tokenizers[with_tags], item["source"], log_level=0)
-        sys.stdout.write(json.dumps(matcher.get_error() if matcher.is_error() else None) + "\n")
+        error = None
+        if "tokenizer" in item:
+            tokenizers[item["with_tags"]] = LLTokenizer(item["tokenizer"], **item["options"])
+        else:
+            matcher = LLMatcher(tokenizers[item["with_tags"]], item["source"], log_level=0)
+            error = matcher.get_error() if matcher.is_error() else None
+        sys.stdout.write(json.dumps(error) + "\n")
         sys.stdout.flush()
 
 

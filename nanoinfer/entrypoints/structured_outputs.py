@@ -134,7 +134,7 @@ class GrammarCompiler:
         self._eos_token_ids = list(eos_token_ids)
         self._timeout = timeout
         self._ll_tokenizers: dict[bool, LLTokenizer] = {}
-        self._trials = [GrammarTrial(self._about_tokenizers) for _ in range(MAX_COMPILING)]
+        self._trials = [GrammarTrial(self._tokenizer_parts) for _ in range(MAX_COMPILING)]
         self._free_trials = list(self._trials)
         self._cache: OrderedDict[tuple[str, bool], LLMatcher] = OrderedDict()
         self._threads = ThreadPoolExecutor(MAX_COMPILING, thread_name_prefix="nanoinfer-grammar")
@@ -218,26 +218,22 @@ class GrammarCompiler:
     def _ll_tokenizer(self, with_tags: bool) -> LLTokenizer:
         with self._tokenizer_lock:
             if with_tags not in self._ll_tokenizers:
-                text = self._tokenizer_text(with_tags)
-                self._ll_tokenizers[with_tags] = LLTokenizer(
-                    text, n_vocab=self._vocab_size, eos_token=self._eos_token_ids
-                )
+                text, options = self._tokenizer_parts(with_tags)
+                self._ll_tokenizers[with_tags] = LLTokenizer(text, **options)
             return self._ll_tokenizers[with_tags]
 
-    def _tokenizer_text(self, with_tags: bool) -> str:
-        """Without tags it knows no added token, so that a text such as "<|im_end|>" is spelled and does not end it."""
-        text = self._tokenizer.backend_tokenizer.to_str()
-        if with_tags:
-            return text
-        raw = json.loads(text)
-        for token in raw["added_tokens"]:  # they keep their ids, under names that nobody can write
-            token.update(content=f"<|{secrets.token_hex(16)}|>", special=True)
-        return json.dumps(raw)
+    def _tokenizer_parts(self, with_tags: bool) -> tuple[str, dict[str, Any]]:
+        """What an LLTokenizer is made of.
 
-    def _about_tokenizers(self) -> dict[str, Any]:
-        """For the trials."""
-        texts = {str(with_tags): self._tokenizer_text(with_tags) for with_tags in (False, True)}
-        return {"tokenizers": texts, "vocab_size": self._vocab_size, "eos_token_ids": self._eos_token_ids}
+        Without tags it knows no added token, so that a text such as "<|im_end|>" is spelled and does not end it.
+        """
+        text = self._tokenizer.backend_tokenizer.to_str()
+        if not with_tags:
+            raw = json.loads(text)
+            for token in raw["added_tokens"]:  # they keep their ids, under names that nobody can write
+                token.update(content=f"<|{secrets.token_hex(16)}|>", special=True)
+            text = json.dumps(raw, ensure_ascii=False)
+        return text, {"n_vocab": self._vocab_size, "eos_token": self._eos_token_ids}
 
 
 def json_schema_source(schema: Mapping[str, Any] | str) -> str:
