@@ -82,8 +82,8 @@ class GatedRanks(kit.FakeRanks):
         self.gate.release()
 
 
-class Apart(GatedRanks):
-    runs_apart = True
+class Apart(GatedRanks, kit.LateRanks):
+    """With the next step submitted while one waits."""
 
 
 @contextmanager
@@ -288,6 +288,7 @@ def test_each_token_is_told_before_the_next_step_is_over() -> None:
             assert ids == expected_ids([7], 6) and output.finished
 
     run(main(False))
+    run(main(True))
 
 
 # --- Leaving -----------------------------------------------------------------------------------------------------
@@ -309,12 +310,13 @@ async def leave(how: str, llm: AsyncLLM, stream: Any) -> None:
         assert await collect(stream) == []
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("how", ["close", "drop", "cancel"])
 @pytest.mark.parametrize("moment", ["waiting", "running", "after some tokens"])
-def test_a_stream_that_is_left_frees_all_that_its_request_held(how: str, moment: str, n: int) -> None:
+def test_a_stream_that_is_left_frees_all_that_its_request_held(how: str, moment: str, n: int, apart: bool) -> None:
     async def main() -> None:
-        with gated(max_num_seqs=3 if moment != "waiting" else 1) as (llm, ranks):
+        with gated(apart, max_num_seqs=3 if moment != "waiting" else 1) as (llm, ranks):
             bystander = llm.generate([5], greedy(8))
             await until(lambda: llm.stats().num_running == 1)
             stream = llm.generate(list(range(2 * B)), greedy(200, n=n))
