@@ -163,6 +163,24 @@ def test_a_stop_costs_one_token_in_vain_and_no_step_waits(how: str) -> None:
     assert_idle(llm.engine)
 
 
+def test_for_want_of_blocks_all_results_are_taken_before_the_next_plan() -> None:
+    llm, _ = late_llm(num_kvcache_blocks=6, enable_prefix_caching=False)
+    engine = llm.engine
+    prompts = [[i] * (5 + i) for i in range(3)]
+    requests = engine.add_requests(prompts, greedy(30))
+    while not engine.scheduler.is_short:
+        engine.step()
+    assert len(engine._in_flight) == 1 and not engine.scheduler.num_preemptions
+    engine.step()
+    assert not engine._in_flight and not engine.scheduler.num_preemptions, "it was planned before all was back"
+    engine.step()
+    assert engine.scheduler.num_preemptions == 1 and len(engine._in_flight) == 1
+    while engine.has_unfinished:
+        engine.step()
+    assert [request.seq.output_token_ids for request in requests] == [expected_ids(prompt, 30) for prompt in prompts]
+    assert_idle(engine)
+
+
 # --- Nothing is left over ------------------------------------------------------------------------------------------
 
 
@@ -217,6 +235,23 @@ def test_a_step_that_fails_takes_those_behind_it_along() -> None:
         engine.step()
     assert request.output().token_ids == expected_ids([1, 2, 3], 10)
     assert_idle(engine)
+
+
+def test_a_step_in_vain_that_fails_spoils_no_answer(caplog: pytest.LogCaptureFixture) -> None:
+    llm, ranks = late_llm()
+    ids = expected_ids([5, 6], 4)
+
+    def fail(plan: SchedulerOutput) -> None:
+        if len(ranks.rows[min(ranks.rows)].token_ids) == 2 + 4:
+            raise RuntimeError("the token after the last")
+
+    ranks.on_step = fail
+    for _ in range(2):
+        (output,) = llm.generate([[5, 6]], SamplingParams(max_tokens=9, stop_token_ids=[ids[-1]]), use_tqdm=False)
+        assert output.token_ids == ids
+        assert "the token after the last" in caplog.text
+        caplog.clear()
+        assert_idle(llm.engine)
 
 
 # --- The switch, and what is told of steps -------------------------------------------------------------------------

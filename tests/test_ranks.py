@@ -676,6 +676,7 @@ def test_a_rank_launches_what_has_come_before_it_waits_for_a_step(
     monkeypatch.setattr(worker_main, "_exit_with_parent", lambda *_: None)
     ours, theirs = socket.socketpair()
     with ours, theirs:
+        ours.settimeout(10)
         config = EngineConfig("m")
         model_config = ModelConfig.from_dict({**tiny.Qwen3Config(**tiny.BASE).to_dict(), "model_type": "qwen3"})
         rank = threading.Thread(target=worker_main._serve, args=(theirs,), daemon=True)

@@ -131,7 +131,7 @@ class Driver:
         for seq_id in decoding & set(scheduler.running):
             is_served = plan.num_scheduled_tokens.get(seq_id) == 1
             assert is_served or scheduler.is_short, "a decoding sequence is left out of a step"
-        assert not scheduler.is_short or self.in_flight
+        assert self.in_flight or not scheduler.is_short, "there is nothing to wait for"
         if not plan.num_scheduled_tokens and scheduler.sequences and not self.in_flight:
             # Nothing to do though there is work: then at least one sequence must have been given up.
             assert scheduler._ended_in_schedule, "an empty plan makes no progress"

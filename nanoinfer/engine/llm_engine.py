@@ -177,6 +177,10 @@ class LLMEngine:
                 while self._in_flight:
                     step = self._in_flight.popleft()
                     self.scheduler.update(step.plan, step.result())
+            except Exception:
+                # It concerns nobody who is left. If the ranks are dead, whoever comes next is told.
+                logger.warning("a step that had become pointless failed", exc_info=True)
+                self._recover()
             except BaseException:
                 self._recover()
                 raise

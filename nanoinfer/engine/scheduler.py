@@ -121,16 +121,14 @@ class Scheduler:
             seq.num_inflight_tokens += num_tokens
             seq.num_output_placeholders += num_tokens == num_left
             budget -= num_tokens
-        # Blocks that were just taken from one sequence, or that an older one waits for, are not for a newer one.
-        if self.num_preemptions == preemptions_before and not self.is_short:
+        # Blocks that were just taken from one sequence are not for a newer one.
+        if self.num_preemptions == preemptions_before:
             self._admit(plan, budget)
         self._dropped = []
         return plan
 
     def _grow(self, seq: Sequence, num_tokens: int) -> list[int] | None:
         """New blocks so that the table covers `num_tokens`; None if the sequence cannot run in this step."""
-        if self.is_short:
-            return None
         manager = self.block_manager
         num_new = manager.num_blocks_for(num_tokens) - len(seq.block_table)
         while not manager.can_allocate(num_new):
