@@ -60,8 +60,8 @@ class EngineConfig:
     tensor_parallel_size: ranks that share each layer.
     distributed_executor_backend: "uni" runs the only rank in this process, "mp" runs each in a process of its own; None
         is "uni" for one rank and "mp" for several (`AsyncLLM`: "mp" always).
-    async_scheduling: a step is planned and sent while the one before runs. None does so where steps run apart from the
-        engine: on a GPU, and in rank processes; False turns it off.
+    async_scheduling: a step is planned and sent while the one before runs. None does so on a GPU; True also on a CPU
+        whose ranks are processes of their own; False nowhere.
     step_timeout: seconds after which a step that has not come back counts as hung (with several ranks).
     load_timeout: the same for start-up, in seconds.
     enable_prefix_caching: full blocks of earlier requests are reused for equal prefixes.

@@ -91,7 +91,8 @@ def gated(apart: bool = False, tokenizer: bool = False, **options: Any) -> Itera
     directory = checkpoint("tied", tokenizer=tokenizer).directory
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llm_engine, "UniprocExecutor", Apart if apart else GatedRanks)
-        llm = AsyncLLM(directory, distributed_executor_backend="uni", **{**OPTIONS, **options})
+        defaults = {**OPTIONS, "async_scheduling": apart}
+        llm = AsyncLLM(directory, distributed_executor_backend="uni", **{**defaults, **options})
     ranks = llm._engine.executor
     assert isinstance(ranks, GatedRanks)
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -24,6 +25,7 @@ from test_generate import interrupt_everywhere
 from nanoinfer import LLM, RequestOutput, SamplingParams
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.output_processor import Request
+from nanoinfer.executor.uniproc import UniprocExecutor
 from nanoinfer.step import SchedulerOutput, StepStats, token_bitmask
 
 B = 8
@@ -31,7 +33,7 @@ DIRECTORY = checkpoint("tied", tokenizer=True).directory
 
 
 def late_llm(**options: Any) -> tuple[LLM, LateRanks]:
-    llm = fake_llm(DIRECTORY, ranks=LateRanks, **options)
+    llm = fake_llm(DIRECTORY, ranks=LateRanks, **{"async_scheduling": True, **options})
     ranks = llm.engine.executor
     assert isinstance(ranks, LateRanks)
     return llm, ranks
@@ -257,8 +259,9 @@ def test_a_step_in_vain_that_fails_spoils_no_answer(caplog: pytest.LogCaptureFix
 # --- The switch, and what is told of steps -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("option", "most"), [(None, 2), (True, 2), (False, 1)])
+@pytest.mark.parametrize(("option", "most"), [(None, 1), (True, 2), (False, 1)])
 def test_async_scheduling(option: bool | None, most: int) -> None:
+    """None: not on a CPU."""
     llm, ranks = late_llm(async_scheduling=option)
     (output,) = llm.generate([[1, 2]], greedy(10), use_tqdm=False)
     assert output.token_ids == expected_ids([1, 2], 10) and ranks.max_ahead == most
@@ -273,6 +276,16 @@ def test_where_steps_cannot_overlap_asking_for_it_is_answered(caplog: pytest.Log
     for count in (1, 2, 3):
         engine.step()
         assert engine.has_unfinished == (count < 3) and not engine._in_flight, "each call is a whole step"
+
+
+def test_on_a_gpu_steps_overlap_unless_that_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    capacity = UniprocExecutor.capacity
+    monkeypatch.setattr(UniprocExecutor, "capacity", lambda self: replace(capacity(self), device="cuda"))
+    for option, expected in ((None, True), (True, True), (False, False)):
+        engine = kit.make_llm(DIRECTORY, async_scheduling=option).engine
+        assert not engine.overlaps_steps, "this rank does not run ahead"
+        engine.executor.runs_apart = True
+        assert engine.overlaps_steps == expected
 
 
 @pytest.mark.parametrize("value", ["auto", 1, 0])
@@ -309,6 +322,7 @@ def test_steps_are_counted_once_and_their_times_do_not_overlap() -> None:
 def processes(request: pytest.FixtureRequest) -> Iterator[LLM]:
     options: dict[str, Any] = {"num_kvcache_blocks": 14, "kvcache_block_size": B, "max_num_batched_tokens": 16}
     options |= {"tensor_parallel_size": request.param, "distributed_executor_backend": "mp", "dtype": "float32"}
+    options["async_scheduling"] = True
     with LLM(DIRECTORY, seed=0, max_num_seqs=4, **options) as llm:
         yield llm
 

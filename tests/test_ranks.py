@@ -54,6 +54,7 @@ OPTIONS: dict[str, Any] = {
     "num_kvcache_blocks": 64,
     "kvcache_block_size": 8,
     "seed": 0,
+    "async_scheduling": True,  # the harder case: a step is with the ranks while another one runs
     "step_timeout": 30.0,  # so that a fault is not a test that hangs
 }
 # What a call that fails may take. The machine may be busy; a hang is minutes.

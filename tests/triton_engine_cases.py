@@ -57,7 +57,8 @@ def engine(
     if graphs:
         monkeypatch.setattr(model_runner, "graph_factory", lambda device, enforce_eager: StandInGraph)
     checkpoint = kit.checkpoint(variant)
-    llm = kit.make_llm(checkpoint.directory, shuffle=1, max_model_len=64, max_num_seqs=5, **options)
+    options = {"max_model_len": 64, "max_num_seqs": 5, "async_scheduling": True, **options}  # as on a GPU
+    llm = kit.make_llm(checkpoint.directory, shuffle=1, **options)
     return llm, checkpoint
 
 

@@ -1,8 +1,8 @@
 """What a decode step costs beside the model: `python bench.py --host-only`.
 
 The forward pass and the sampler are replaced by stand-ins that return at once; scheduling, the step's tensors, block
-growth, stop checks and outputs are as in earnest. Steps overlap as they do where ranks run apart: each is planned and
-launched before the result of the last one is taken.
+growth, stop checks and outputs are as in earnest. Steps overlap as they do on a GPU: each is planned and launched
+before the result of the last one is taken.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _step_seconds(llm: LLM, num_seqs: int, as_on_gpu: bool) -> list[float]:
         return [7] * len(logits), {}
 
     runner.forward, runner.compute_logits, runner.sample = forward, compute_logits, sample  # type: ignore[method-assign]
-    executor.runs_apart = True
+    llm.engine.async_scheduling = executor.runs_apart = True
     if as_on_gpu:
         _use_instant_device(runner, llm.engine.scheduler.config)
     seconds: list[float] = []

@@ -3,9 +3,9 @@
     requests = engine.add_requests(prompts, params)
     while engine.has_unfinished: finished = engine.step()
 
-Where ranks run apart from this process, steps overlap: the next one is planned and sent before the result of the last
-one is taken. So the ranks go from one to the next, and a sequence that turns out to have ended has computed at most one
-token in vain.
+Steps may overlap where ranks run apart from this process: the next one is planned and sent before the result of the
+last one is taken. So the ranks go from one to the next, and a sequence that turns out to have ended has computed at
+most one token in vain.
 
 A step that raises, or is interrupted by Ctrl-C at any point, leaves the engine usable: `step` puts the scheduler back
 into a state that is consistent by construction and raises on.
@@ -97,6 +97,10 @@ class LLMEngine:
                 "async_scheduling=True changes nothing here: a step on the CPU in this process is over when it has "
                 "been submitted; distributed_executor_backend='mp' gives it a process of its own"
             )
+        # On a CPU a step takes so long that the gap after it does not count, but the token in vain does, and so does
+        # the step that a new request finds already planned.
+        is_on_gpu = self.capacity.device == "cuda"
+        self.async_scheduling = is_on_gpu if config.async_scheduling is None else config.async_scheduling
         self.scheduler = Scheduler(limits)
         self.input_processor = InputProcessor(
             tokenizer=self.tokenizer,
@@ -124,7 +128,7 @@ class LLMEngine:
 
     @property
     def overlaps_steps(self) -> bool:
-        return self.config.async_scheduling is not False and self.executor.runs_apart
+        return self.async_scheduling and self.executor.runs_apart
 
     def add_requests(
         self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
