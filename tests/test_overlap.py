@@ -203,8 +203,10 @@ def test_when_the_last_request_is_gone_nothing_stays_in_flight() -> None:
     llm.generate([[5, 6]], stopping, use_tqdm=False)
     assert ranks.max_ahead == 2
     assert_idle(engine)
-    assert "".join(llm.stream([5, 6], stopping)) == llm.generate([[5, 6]], stopping, use_tqdm=False)[0].text
+    stream = llm.stream([5, 6], stopping)
+    text = "".join(stream)
     assert_idle(engine)
+    assert text == llm.generate([[5, 6]], stopping, use_tqdm=False)[0].text
     first, second = engine.add_requests([[1], [2]], greedy(40))
     for _ in range(3):
         engine.step()
