@@ -157,7 +157,7 @@ class AsyncLLM:
     async def abort(self, request_id: str) -> None:
         """Ends a request with finish_reason "abort", which its iterator tells. Unknown ids are ignored.
 
-        When this returns, its blocks are free.
+        When this returns, its blocks are free, but for those that a step in flight writes to.
         """
         with suppress(EngineDeadError):  # then it has ended
             await asyncio.wrap_future(self._loop.abort(request_id))

@@ -60,6 +60,8 @@ class EngineConfig:
     tensor_parallel_size: ranks that share each layer.
     distributed_executor_backend: "uni" runs the only rank in this process, "mp" runs each in a process of its own; None
         is "uni" for one rank and "mp" for several (`AsyncLLM`: "mp" always).
+    async_scheduling: a step is planned and sent while the one before runs. None does so on a GPU; True also on a CPU
+        whose ranks are processes of their own; False nowhere.
     step_timeout: seconds after which a step that has not come back counts as hung (with several ranks).
     load_timeout: the same for start-up, in seconds.
     enable_prefix_caching: full blocks of earlier requests are reused for equal prefixes.
@@ -87,6 +89,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     tensor_parallel_size: int = 1
     distributed_executor_backend: str | None = None
+    async_scheduling: bool | None = None
     step_timeout: float = 300.0
     load_timeout: float = 1800.0
     enforce_eager: bool = False
@@ -148,6 +151,8 @@ class EngineConfig:
         for name in ("enable_prefix_caching", "enforce_eager"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+        if self.async_scheduling is not None and not isinstance(self.async_scheduling, bool):
+            raise ValueError(f"async_scheduling is {self.async_scheduling!r}; it must be True, False or None")
         _require_positive("gpu_memory_utilization", self.gpu_memory_utilization, 1.0)
         _require_positive("step_timeout", self.step_timeout, math.inf)
         _require_positive("load_timeout", self.load_timeout, math.inf)

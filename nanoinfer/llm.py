@@ -179,6 +179,7 @@ class _Stream(Iterator[str]):
             if delta := self._request.completions[0].new_text():
                 return delta
             if is_done:
+                self.close()  # a token in vain may still be in flight
                 raise StopIteration
             try:
                 self._engine.step()

@@ -113,6 +113,9 @@ class StepStats:
     num_sampled: rows that went through the head and the sampler.
     num_context_tokens: KV entries that attention had to read: the sum over the batch of the length after the step.
     num_attention_pairs: query-key pairs of the prefill part.
+    seconds: from when the step before it had been dealt with (or its own planning began, if that was later) until it
+        was itself. execute_seconds: what was spent in sending it and in waiting for its result; the rest of a step is
+        the engine's own work, which goes on while the step before runs where steps overlap.
     """
 
     num_prefill_tokens: int

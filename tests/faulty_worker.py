@@ -27,7 +27,7 @@ from nanoinfer.executor import worker_main
 from nanoinfer.models.qwen3 import Qwen3ForCausalLM
 from nanoinfer.step import SchedulerOutput, StepResult
 from nanoinfer.worker import model_runner
-from nanoinfer.worker.model_runner import ModelRunner
+from nanoinfer.worker.model_runner import LaunchedStep, ModelRunner
 
 VARIABLE = "NANOINFER_TEST_FAULT"
 MESSAGE = "the disk is on fire"
@@ -111,7 +111,7 @@ def at_echo(options: dict[str, Any]) -> None:
     One row of 100,000 is added if the plan drops the sequence -1. Each rank dawdles now and then."""
     num_steps = 0
 
-    def echo(self: ModelRunner, plan: SchedulerOutput) -> StepResult:
+    def echo(self: ModelRunner, plan: SchedulerOutput) -> LaunchedStep:
         nonlocal num_steps
         num_steps += 1
         tp = self.model.lm_head.tp
@@ -121,9 +121,9 @@ def at_echo(options: dict[str, Any]) -> None:
         rows = dict(enumerate(both))
         if -1 in plan.dropped:
             rows[-1] = list(range(100_000))
-        return StepResult(token_ids=rows)
+        return LaunchedStep(StepResult(token_ids=rows))
 
-    ModelRunner.step = echo  # type: ignore[method-assign]
+    ModelRunner.launch = echo  # type: ignore[method-assign]
 
 
 PLACES: dict[str, Callable[[dict[str, Any]], None]] = {

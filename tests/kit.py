@@ -7,6 +7,7 @@ from __future__ import annotations
 import atexit
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -301,10 +302,55 @@ class FakeRanks(Executor):
         assert stored == row.chain[:num_tokens], f"sequence {row.new.seq_id} would read keys that are not its own"
 
 
-def fake_llm(directory: Path, next_token: Callable[[list[int]], int] = hashed_token, **options: Any) -> LLM:
+class LateRanks(FakeRanks):
+    """A step runs when its result is asked for, after all that were submitted before it: what is submitted ahead finds
+    nothing done. Steps whose results nobody takes run all the same, as a rank's do.
+
+    max_ahead: the most steps that were submitted and not over at any time.
+    """
+
+    runs_apart = True
+
+    def __init__(self, config: SchedulerConfig, next_token: Callable[[list[int]], int] = hashed_token) -> None:
+        super().__init__(config, next_token)
+        self._submitted: deque[_Late] = deque()
+        self.max_ahead = 0
+
+    def submit(self, plan: SchedulerOutput) -> StepHandle:
+        self._submitted.append(_Late(self, plan))
+        self.max_ahead = max(self.max_ahead, len(self._submitted))
+        return self._submitted[-1]
+
+    def run_until(self, wanted: _Late) -> None:
+        while wanted.value is None:
+            late = self._submitted.popleft()
+            try:
+                late.value = FakeRanks.submit(self, late.plan).result()
+            except BaseException:
+                self._submitted.clear()  # nothing runs behind a step that has failed
+                raise
+
+
+class _Late(StepHandle):
+    def __init__(self, ranks: LateRanks, plan: SchedulerOutput) -> None:
+        self.ranks, self.plan = ranks, plan
+        self.value: StepResult | None = None
+
+    def result(self) -> StepResult:
+        self.ranks.run_until(self)
+        assert self.value is not None
+        return self.value
+
+
+def fake_llm(
+    directory: Path,
+    next_token: Callable[[list[int]], int] = hashed_token,
+    ranks: type[FakeRanks] = FakeRanks,
+    **options: Any,
+) -> LLM:
     """An LLM whose ranks are `FakeRanks`: everything but the model is real."""
     llm = make_llm(directory, **options)
-    llm.engine.executor = FakeRanks(llm.engine.scheduler.config, next_token)
+    llm.engine.executor = ranks(llm.engine.scheduler.config, next_token)
     return llm
 
 

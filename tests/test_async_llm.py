@@ -83,8 +83,8 @@ class GatedRanks(kit.FakeRanks):
         self.gate.release()
 
 
-class Apart(GatedRanks):
-    runs_apart = True
+class Apart(GatedRanks, kit.LateRanks):
+    """With the next step submitted while one waits."""
 
 
 @contextmanager
@@ -92,7 +92,8 @@ def gated(apart: bool = False, tokenizer: bool = False, **options: Any) -> Itera
     directory = checkpoint("tied", tokenizer=tokenizer).directory
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llm_engine, "UniprocExecutor", Apart if apart else GatedRanks)
-        llm = AsyncLLM(directory, distributed_executor_backend="uni", **{**OPTIONS, **options})
+        defaults = {**OPTIONS, "async_scheduling": apart}
+        llm = AsyncLLM(directory, distributed_executor_backend="uni", **{**defaults, **options})
     ranks = llm._engine.executor
     assert isinstance(ranks, GatedRanks)
     try:
@@ -289,6 +290,7 @@ def test_each_token_is_told_before_the_next_step_is_over() -> None:
             assert ids == expected_ids([7], 6) and output.finished
 
     run(main(False))
+    run(main(True))
 
 
 # --- Leaving -----------------------------------------------------------------------------------------------------
@@ -310,12 +312,13 @@ async def leave(how: str, llm: AsyncLLM, stream: Any) -> None:
         assert await collect(stream) == []
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("how", ["close", "drop", "cancel"])
 @pytest.mark.parametrize("moment", ["waiting", "running", "after some tokens"])
-def test_a_stream_that_is_left_frees_all_that_its_request_held(how: str, moment: str, n: int) -> None:
+def test_a_stream_that_is_left_frees_all_that_its_request_held(how: str, moment: str, n: int, apart: bool) -> None:
     async def main() -> None:
-        with gated(max_num_seqs=3 if moment != "waiting" else 1) as (llm, ranks):
+        with gated(apart, max_num_seqs=3 if moment != "waiting" else 1) as (llm, ranks):
             bystander = llm.generate([5], greedy(8))
             await until(lambda: llm.stats().num_running == 1)
             stream = llm.generate(list(range(2 * B)), greedy(200, n=n))

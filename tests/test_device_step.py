@@ -10,7 +10,9 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeVar
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
@@ -18,7 +20,12 @@ import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
@@ -37,10 +44,14 @@ from nanoinfer.distributed.launch import check_devices
 from nanoinfer.layers.device_sampler import DeviceSampling, sample_on_device
 from nanoinfer.layers.sampler import VocabShard
 from nanoinfer.models.qwen3 import Qwen3ForCausalLM
-from nanoinfer.worker import device_runner
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.step import NewSequence, SchedulerOutput
+from nanoinfer.worker import cuda_graph, device_rows, device_runner
 from nanoinfer.worker.cuda_graph import DecodeGraphs, graph_factory, graph_sizes
 from nanoinfer.worker.device_runner import DeviceRunner
+from nanoinfer.worker.download import Download
 from nanoinfer.worker.gpu_memory import GPUMemory, num_gpu_blocks
+from nanoinfer.worker.input_batch import InputBatch
 
 MODEL = ModelConfig.from_dict({**tiny.Qwen3Config(**tiny.BASE).to_dict(), "model_type": "qwen3"})
 GIB = 2**30
@@ -66,8 +77,8 @@ class Devices(TorchDispatchMode):
 
 
 class Indexing(TorchFunctionMode):
-    """`x[...]` and `x.to("cuda")` want torch to be built with CUDA even where tensors are fake; the operators below do
-    not."""
+    """`x[...]`, `x.copy_(y)` and `x.to("cuda")` want torch to be built with CUDA even where tensors are fake; the
+    operators below do not."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.Tensor.__getitem__:
@@ -76,6 +87,8 @@ class Indexing(TorchFunctionMode):
             return self.view(*args[:2]).fill_(args[2])
         if function is torch.Tensor.to and args[1:] == ("cuda",):
             return torch.ops.aten._to_copy(args[0], device="cuda")
+        if function is torch.Tensor.copy_:
+            return torch.ops.aten.copy_(*args)
         return function(*args, **(kwargs or {}))
 
     def view(self, x: torch.Tensor, index: Any) -> torch.Tensor:
@@ -90,13 +103,16 @@ class Indexing(TorchFunctionMode):
         return x
 
 
-def fake_runner(mode: FakeTensorMode) -> DeviceRunner:
+Runner = TypeVar("Runner", bound=DeviceRunner)
+
+
+def fake_runner(mode: FakeTensorMode, kind: type[Runner]) -> Runner:
     limits = SchedulerConfig(8, 64, 128, num_blocks=16, block_size=16)
     with mode, torch.inference_mode(), Indexing():
         backend = TritonAttention(4, 2, 32)
         model = Qwen3ForCausalLM(MODEL, backend, ParallelGroups.single(), torch.bfloat16, "cuda")
         kv_cache = backend.allocate(3, 16, 16, torch.bfloat16, "cuda")
-        return DeviceRunner(model, backend, kv_cache, limits, VocabShard(), torch.device("cuda"))
+        return kind(model, backend, kv_cache, limits, VocabShard(), torch.device("cuda"))
 
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is for Linux on x86-64")
@@ -108,7 +124,7 @@ KERNELS |= {"segment_sums", "sampling_threshold", "store_tokens"}
 def test_a_decode_step_stays_on_the_gpu_and_waits_for_nothing() -> None:
     """A fake tensor has no value: whatever made the host read one would raise."""
     mode = FakeTensorMode()
-    runner = fake_runner(mode)
+    runner = fake_runner(mode, DeviceRunner)
     with mode, torch.inference_mode(), Indexing(), Devices() as devices:
         tokens, logits = runner.decode(torch.empty(2, 5, dtype=torch.int32, device="cuda"))
         with pytest.raises(DataDependentOutputException):
@@ -130,7 +146,7 @@ def test_a_decode_step_stays_on_the_gpu_and_waits_for_nothing() -> None:
 def test_a_mixed_step_stays_on_the_gpu_and_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three sequences with 7, 1 and 20 tokens; only the sending touches the host."""
     mode = FakeTensorMode()
-    runner = fake_runner(mode)
+    runner = fake_runner(mode, DeviceRunner)
     sent: list[int] = []
 
     def upload(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
@@ -158,6 +174,186 @@ def test_a_mixed_step_stays_on_the_gpu_and_waits_for_nothing(monkeypatch: pytest
         tokens = sample_on_device(logits, sampling, runner.shard)
     assert tokens.shape == (3,) and not devices.elsewhere
     assert {"nanoinfer.paged_decode.default", "nanoinfer.paged_prefill.default"} <= devices.operators
+
+
+# --- A launched step waits for nothing --------------------------------------------------------------------------
+
+
+class Crossings(TorchDispatchMode):
+    """Notes every operator by which something comes from the GPU to the host. Numbers that are read raise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        given, made = ([t.device.type for t in tree_flatten(x)[0] if isinstance(t, torch.Tensor)] for x in (args, out))
+        if "cuda" in given and "cpu" in [*made, *given]:
+            self.found.append(str(function))
+        return out
+
+
+class Waits(Exception):
+    """Somebody waits for the device."""
+
+
+class FakeDeviceRunner(DeviceRunner):
+    """On fake tensors, which are made under a mode; everything around is as on a GPU."""
+
+    mode: FakeTensorMode
+
+    def decode(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with self.mode:
+            return super().decode(inputs)
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        with self.mode:
+            return super().forward(batch)
+
+    def compute_logits(self, hidden: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        with self.mode:
+            return super().compute_logits(hidden, indices)
+
+    def _sample(self, *arguments: Any) -> torch.Tensor:
+        with self.mode:
+            return super()._sample(*arguments)
+
+
+@pytest.fixture(params=["eager", "graphs"])
+def launched(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> tuple[FakeDeviceRunner, Callable[[], list[Any]]]:
+    """A runner, and a function that launches steps: prompts, one of them in chunks beside a decode, then decodes. It
+    returns what was left to be read."""
+    mode = FakeTensorMode()
+    runner = fake_runner(mode, FakeDeviceRunner)
+    runner.mode = mode
+    downloads: list[Any] = []
+
+    def upload(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+        types = [torch.from_numpy(np.empty(0, array.dtype)).dtype for array in arrays]
+        with mode:
+            return [torch.empty(a.size, dtype=t, device=device) for a, t in zip(arrays, types, strict=True)]
+
+    def wait(*_: Any) -> None:
+        raise Waits
+
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    monkeypatch.setattr(torch.cuda.Stream, "synchronize", wait)
+    monkeypatch.setattr(torch.cuda.Event, "synchronize", wait)
+    for module in (device_runner, device_rows, triton, cuda_graph):
+        monkeypatch.setattr(module, "upload", upload)
+    if request.param == "graphs":
+        runner.graphs = DecodeGraphs(runner.decode, graph_sizes(8), runner.device, StandInGraph)
+        with mode, torch.inference_mode(), Indexing():
+            runner.graphs.capture()
+    monkeypatch.setattr(device_runner, "Download", lambda tokens: downloads.append(tokens) or tokens)
+
+    def run() -> list[Any]:
+        batch = InputBatch(8, 128, 16, 320)
+        plans = [
+            SchedulerOutput(new=[new_sequence(1, 5)], num_scheduled_tokens={1: 5}),
+            SchedulerOutput(new=[new_sequence(2, 20)], num_scheduled_tokens={1: 1, 2: 12}),
+            SchedulerOutput(num_scheduled_tokens={1: 1, 2: 8}),
+            *[SchedulerOutput(num_scheduled_tokens={1: 1, 2: 1}) for _ in range(3)],
+            SchedulerOutput(num_scheduled_tokens={1: 1, 2: 1}, new_block_ids={1: [4]}),
+        ]
+        with torch.inference_mode(), Indexing():
+            for plan in plans:
+                batch.apply(plan)
+                rows, tokens, logprobs, _ = runner.launch(plan, batch)
+                assert tokens is not None and not logprobs and not batch.needs_tokens(rows)
+                batch.commit(rows, None)
+        return downloads
+
+    return runner, run
+
+
+def new_sequence(seq_id: int, num_tokens: int) -> NewSequence:
+    params = SamplingParams(temperature=0.8, top_k=5)
+    return NewSequence(seq_id, list(range(num_tokens)), num_tokens, 0, [2 * seq_id, 2 * seq_id + 1], params, 7, ())
+
+
+@needs_triton
+def test_steps_are_launched_without_waiting_for_any(launched: tuple[DeviceRunner, Callable[[], list[Any]]]) -> None:
+    """Seven steps, and no token of them is on the host before somebody reads."""
+    with Crossings() as crossings:
+        tokens = launched[1]()
+    assert crossings.found == []
+    assert [len(of_step) for of_step in tokens] == [1, 1, 2, 2, 2, 2, 2]
+    assert all(isinstance(of_step, FakeTensor) and of_step.device.type == "cuda" for of_step in tokens)
+
+
+SYNCHRONIZATIONS: dict[str, Callable[[torch.Tensor], object]] = {
+    "item": lambda x: x[0, 0].item(),
+    "tolist": lambda x: x.tolist(),
+    "cpu": lambda x: x.cpu(),
+    "to": lambda x: x.to("cpu", non_blocking=True),
+    "copy_": lambda x: torch.empty(x.shape, device="cpu").copy_(x),
+    "nonzero": lambda x: x.nonzero(),
+    "mask": lambda x: torch.masked_select(x, x > 0),
+    "if": lambda x: bool((x > 0).any()),
+    "unique": lambda x: x.unique(),
+    "synchronize": lambda x: torch.cuda.synchronize(),
+}
+
+
+@needs_triton
+@pytest.mark.parametrize("launched", ["eager"], indirect=True)
+@pytest.mark.parametrize("how", SYNCHRONIZATIONS)
+def test_a_synchronization_would_be_found(
+    how: str, launched: tuple[FakeDeviceRunner, Callable[[], list[Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, run = launched
+    compute_logits = DeviceRunner.compute_logits
+
+    def waiting(self: DeviceRunner, hidden: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        logits = compute_logits(self, hidden, indices)
+        SYNCHRONIZATIONS[how](logits)
+        return logits
+
+    monkeypatch.setattr(DeviceRunner, "compute_logits", waiting)
+    with Crossings() as crossings:
+        try:
+            run()
+        except (DataDependentOutputException, DynamicOutputShapeException, Waits):
+            return
+        except RuntimeError:
+            assert how == "nonzero"  # torch without CUDA has no such operator
+            return
+    assert crossings.found
+
+
+def test_a_download_is_read_when_its_copy_is_over_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of the calls, with stand-ins for pinned memory and an event."""
+    calls = Mock()
+    calls.empty.return_value = calls.pinned
+    calls.Event.return_value = calls.event
+    calls.pinned.tolist.return_value = [3, 4]
+    monkeypatch.setattr(torch, "empty", calls.empty)
+    monkeypatch.setattr(torch.cuda, "Event", calls.Event)
+    source = SimpleNamespace(device=torch.device("cuda"), shape=(2,), dtype=torch.int64)
+    download = Download(source)  # type: ignore[arg-type]
+    assert calls.mock_calls == [
+        call.empty((2,), dtype=torch.int64, device="cpu", pin_memory=True),
+        call.pinned.copy_(source, non_blocking=True),
+        call.Event(),
+        call.event.record(),
+    ]
+    calls.reset_mock()
+    calls.event.query.side_effect = [False, True]
+    assert [download.is_over(), download.is_over()] == [False, True]
+    assert download.tolist() == [3, 4]
+    assert calls.mock_calls[-2:] == [call.event.synchronize(), call.pinned.tolist()]
+    assert calls.event.synchronize.call_count == 1
+
+
+def test_what_is_on_its_way_is_not_overwritten_with_its_source() -> None:
+    source = torch.tensor([1, 2])
+    download = Download(source)
+    source.fill_(9)
+    assert download.is_over() and download.tolist() == [1, 2]
 
 
 # --- Graphs ------------------------------------------------------------------------------------------------------

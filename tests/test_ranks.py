@@ -25,6 +25,7 @@ import tempfile
 import termios
 import threading
 import time
+import types
 import typing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -42,7 +43,7 @@ from hypothesis import strategies as st
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.config import EngineConfig, ModelConfig, SchedulerConfig
-from nanoinfer.executor import messages, multiproc
+from nanoinfer.executor import messages, multiproc, worker_main
 from nanoinfer.executor.base import EngineDeadError, Executor
 from nanoinfer.executor.multiproc import MultiprocExecutor
 from nanoinfer.step import KVCacheCapacity, NewSequence, SchedulerOutput, StepResult, TokenLogprobs
@@ -53,6 +54,7 @@ OPTIONS: dict[str, Any] = {
     "num_kvcache_blocks": 64,
     "kvcache_block_size": 8,
     "seed": 0,
+    "async_scheduling": True,  # the harder case: a step is with the ranks while another one runs
     "step_timeout": 30.0,  # so that a fault is not a test that hangs
 }
 # What a call that fails may take. The machine may be busy; a hang is minutes.
@@ -631,6 +633,69 @@ def test_plans_and_answers_of_any_size_arrive_whole(echo: Echo) -> None:
     for number in range(3):
         answer = echo.submit(SchedulerOutput(dropped=[-1, number]))()
         assert answer.token_ids[-1] == list(range(100_000))
+
+
+def test_a_large_plan_may_follow_a_step_whose_large_answer_nobody_has_taken(echo: Echo) -> None:
+    """Neither side can take what the other sends while it sends itself."""
+    first = echo.submit(SchedulerOutput(dropped=[-1, 5]))
+    echo.num_plans += 1  # an empty one tells that the ranks are idle
+    second = echo.submit(large_plan())
+    third = echo.submit(SchedulerOutput(dropped=[6]))
+    for result in (first, second, third):
+        result()
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1])
+def test_a_rank_launches_what_has_come_before_it_waits_for_a_step(
+    num_ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: each step here is over when the next one has been launched, and the last one at once."""
+    num_launched, last = 0, 5
+
+    class Running:
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def is_over(self) -> bool:
+            return num_ahead == 0 or self.index == last or num_launched > self.index
+
+        def result(self) -> StepResult:
+            assert self.is_over(), "the rank waits for a step though the next one is there"
+            return StepResult(token_ids={self.index: [num_launched]})
+
+    class Runner:
+        def capacity(self) -> KVCacheCapacity:
+            return KVCacheCapacity(1, 1, 1, 1, "cpu", "float32")
+
+        def launch(self, plan: SchedulerOutput) -> Running:
+            nonlocal num_launched
+            num_launched += 1
+            return Running(num_launched)
+
+    groups = types.SimpleNamespace(tp=types.SimpleNamespace(seconds=0.0))
+    monkeypatch.setattr(worker_main, "_load", lambda start: (Runner(), groups))
+    monkeypatch.setattr(worker_main, "_exit_with_parent", lambda *_: None)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.settimeout(10)
+        config = EngineConfig("m")
+        model_config = ModelConfig.from_dict({**tiny.Qwen3Config(**tiny.BASE).to_dict(), "model_type": "qwen3"})
+        rank = threading.Thread(target=worker_main._serve, args=(theirs,), daemon=True)
+        rank.start()
+        ours.sendall(messages.encode(messages.Start(config, model_config, "m", 0, 0, "")))
+        assert isinstance(messages.receive(ours), messages.Started)
+        ours.sendall(messages.encode(messages.Step(1, SchedulerOutput())))
+        for index in range(1, last + 1):
+            if index < last:
+                ours.sendall(messages.encode(messages.Step(index + 1, SchedulerOutput())))
+            done = messages.receive(ours)
+            assert isinstance(done, messages.StepDone) and done.index == index
+            assert list(done.result.token_ids) == [index]
+            if num_ahead:
+                assert done.result.token_ids[index] == [min(index + 1, last)]
+        ours.sendall(messages.encode(messages.Shutdown()))
+        rank.join(10)
+        assert not rank.is_alive()
 
 
 def _interrupt_at_line(number: int, files: set[str], call: Callable[[], object]) -> bool:

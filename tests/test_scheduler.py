@@ -5,17 +5,19 @@ alone, and budgets, order and the pool hold after every step.
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from kit import FakeRanks, hashed_token
+from kit import FakeRanks, LateRanks, hashed_token
 
 from nanoinfer import SamplingParams
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.engine import block_manager
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import FinishReason, Sequence, SequenceStatus
+from nanoinfer.executor.base import StepHandle
 from nanoinfer.step import SchedulerOutput, StepResult
 
 B = 4
@@ -45,12 +47,17 @@ def expected(prompt: list[int], params: SamplingParams, max_tokens: int) -> tupl
 
 
 class Driver:
-    """A scheduler and its ranks, checked after every step."""
+    """A scheduler and its ranks, checked after every step.
 
-    def __init__(self, limits: SchedulerConfig) -> None:
+    ahead: how many steps stay in flight between two calls of `step`.
+    """
+
+    def __init__(self, limits: SchedulerConfig, ahead: int = 0) -> None:
         self.limits = limits
         self.scheduler = Scheduler(limits)
-        self.ranks = FakeRanks(limits)
+        self.ahead = ahead
+        self.ranks = LateRanks(limits) if ahead else FakeRanks(limits)
+        self.in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
         self.num_sequences = 0
         self.changed: list[Sequence] = []
         self.plans: list[SchedulerOutput] = []
@@ -69,8 +76,14 @@ class Driver:
 
     def step(self) -> SchedulerOutput:
         """One step. Whatever raises, `recover` is called, as the engine does."""
-        scheduler, limits = self.scheduler, self.limits
-        decoding = {s.seq_id for s in scheduler.running.values() if s.num_computed_tokens == s.num_tokens - 1}
+        scheduler = self.scheduler
+        decoding = {
+            s.seq_id
+            for s in scheduler.running.values()
+            if s.num_computed_tokens + s.num_inflight_tokens == s.num_tokens + s.num_output_placeholders - 1
+            and (s.num_output_tokens + s.num_output_placeholders < s.max_tokens and not s.is_finished)
+        }
+        self.changed = []
         try:
             num_preemptions = scheduler.num_preemptions
             plan = scheduler.schedule()
@@ -79,17 +92,29 @@ class Driver:
                 "blocks were taken for a newer sequence"
             )
             self._check_plan(plan, decoding)
-            result = self.ranks.submit(plan).result()
-            self.changed = scheduler.update(plan, result)
+            self.in_flight.append((plan, self.ranks.submit(plan)))
+            self.take_results(self.ahead if plan.num_scheduled_tokens and not scheduler.is_short else 0)
         except RuntimeError:
+            self.in_flight.clear()
             scheduler.recover()
             scheduler.check()
             raise
+        return plan
+
+    def take_results(self, num_left: int = 0) -> None:
+        """Until only so many steps are in flight."""
+        while len(self.in_flight) > num_left:
+            plan, handle = self.in_flight.popleft()
+            self.changed += self.scheduler.update(plan, handle.result())
+            self._check()
+        self._check()
+
+    def _check(self) -> None:
+        scheduler, limits = self.scheduler, self.limits
         scheduler.check()
         assert scheduler.block_manager.num_blocks == limits.num_blocks
         used = {block for seq in scheduler.running.values() for block in seq.block_table}
         assert scheduler.block_manager.num_free_blocks == limits.num_blocks - len(used)
-        return plan
 
     def _check_plan(self, plan: SchedulerOutput, decoding: set[int]) -> None:
         scheduler, limits = self.scheduler, self.limits
@@ -104,8 +129,10 @@ class Driver:
         assert set(plan.num_scheduled_tokens) <= set(scheduler.running)
         assert set(plan.new_block_ids) <= set(plan.num_scheduled_tokens)
         for seq_id in decoding & set(scheduler.running):
-            assert plan.num_scheduled_tokens.get(seq_id) == 1, "a decoding sequence is left out of a step"
-        if not plan.num_scheduled_tokens and scheduler.sequences:
+            is_served = plan.num_scheduled_tokens.get(seq_id) == 1
+            assert is_served or scheduler.is_short, "a decoding sequence is left out of a step"
+        assert self.in_flight or not scheduler.is_short, "there is nothing to wait for"
+        if not plan.num_scheduled_tokens and scheduler.sequences and not self.in_flight:
             # Nothing to do though there is work: then at least one sequence must have been given up.
             assert scheduler._ended_in_schedule, "an empty plan makes no progress"
 
@@ -167,9 +194,9 @@ def test_no_history_changes_a_sequence_s_tokens(
     if (broken := COLLISIONS[hashes]) is not None:
         monkeypatch.setattr(block_manager, "hash_block", broken)
     limits = config(**options)
-    for seed in range(2):
-        rng = random.Random(f"{options}{hashes}{seed}")
-        driver = Driver(limits)
+    for ahead in (0, random.Random(f"{options}{hashes}").choice([1, 1, 2])):
+        rng = random.Random(f"{options}{hashes}{ahead}")
+        driver = Driver(limits, ahead)
         stems = [[rng.randrange(320) for _ in range(40)] for _ in range(3)]
         live: dict[int, tuple[Sequence, list[int]]] = {}
         num_finished = num_failed = num_forced = 0
@@ -188,13 +215,19 @@ def test_no_history_changes_a_sequence_s_tokens(
             if live and rng.random() < 0.03:
                 seq, _ = live.pop(rng.choice(list(live)))
                 driver.scheduler.abort(seq)
-                assert seq.finish_reason is FinishReason.ABORT and not seq.block_table
+                assert seq.finish_reason is FinishReason.ABORT
+                assert bool(seq.block_table) == bool(seq.num_inflight_tokens), "freed under a step, or never"
                 driver.scheduler.check()
-            running = list(driver.scheduler.running.values())
-            while running and rng.random() < 0.08:
-                driver.scheduler.preempt(running.pop())
-                num_forced += 1
-                driver.scheduler.check()
+            if rng.random() < 0.1:
+                driver.ranks.on_step = None
+                driver.changed = []
+                driver.take_results()
+                num_finished += collect(driver, live)
+                running = list(driver.scheduler.running.values())
+                while running and rng.random() < 0.5:
+                    driver.scheduler.preempt(running.pop())
+                    num_forced += 1
+                    driver.scheduler.check()
             driver.ranks.on_step = fail if rng.random() < 0.02 else None
             try:
                 driver.step()
@@ -202,25 +235,27 @@ def test_no_history_changes_a_sequence_s_tokens(
                 num_failed += 1
                 for slot in range(0, len(driver.ranks.pool), 3):  # a broken step may have written anything
                     driver.ranks.pool[slot] = None
-                continue
-            for seq in driver.changed:
-                if seq.is_finished:
-                    assert_output(seq, live.pop(seq.seq_id)[1])
-                    assert not seq.block_table
-                    if seq.params.logprobs is not None:
-                        assert [entry.token_ids[0] for entry in seq.logprobs] == seq.output_token_ids
-                    num_finished += 1
-            assert set(live) == set(driver.scheduler.sequences)
+            num_finished += collect(driver, live)
+            assert set(live) == {seq.seq_id for seq in driver.scheduler.sequences.values() if not seq.is_finished}
         driver.ranks.on_step = None
         while driver.scheduler.has_unfinished:
             driver.step()
-            for seq in driver.changed:
-                if seq.is_finished:
-                    assert_output(seq, live.pop(seq.seq_id)[1])
-                    num_finished += 1
+            num_finished += collect(driver, live)
         assert not live
         driver.assert_idle()
         assert num_finished > 10 and num_failed > 3 and num_forced > 3
+        assert not isinstance(driver.ranks, LateRanks) or driver.ranks.max_ahead == ahead + 1
+
+
+def collect(driver: Driver, live: dict[int, tuple[Sequence, list[int]]]) -> int:
+    """Checks what has just finished; returns how many that were."""
+    finished = [seq for seq in dict.fromkeys(driver.changed) if seq.is_finished]
+    for seq in finished:
+        assert_output(seq, live.pop(seq.seq_id)[1])
+        assert bool(seq.block_table) == bool(seq.num_inflight_tokens)
+        if seq.params.logprobs is not None:
+            assert [entry.token_ids[0] for entry in seq.logprobs] == seq.output_token_ids
+    return len(finished)
 
 
 def test_many_short_runs_with_random_limits_end_with_a_whole_pool() -> None:
@@ -239,7 +274,7 @@ def test_many_short_runs_with_random_limits_end_with_a_whole_pool() -> None:
             max_num_batched_tokens=rng.randrange(1, 30),
             enable_prefix_caching=rng.random() < 0.8,
         )
-        driver = Driver(limits)
+        driver = Driver(limits, ahead=rng.randrange(3))
         prompts = [[rng.randrange(3) for _ in range(rng.randrange(1, max_model_len))] for _ in range(6)]
         seqs = [driver.add(prompt, random_params(rng)) for prompt in prompts]
         driver.run(2000)
@@ -518,4 +553,69 @@ def test_several_tokens_per_step_end_where_the_first_stop_is() -> None:
     plan = driver.scheduler.schedule()
     driver.scheduler.update(plan, StepResult(token_ids={seq.seq_id: [11, 7, 13]}))
     assert seq.output_token_ids == [11, 7] and seq.finish_reason is FinishReason.STOP
+    driver.assert_idle()
+
+
+# --- Steps in flight ---------------------------------------------------------------------------------------------
+
+
+def test_the_next_step_is_planned_while_the_last_one_runs_and_no_token_beyond_max_tokens() -> None:
+    driver = Driver(config(), ahead=1)
+    seqs = [driver.add([i, i], SamplingParams(max_tokens=n, ignore_eos=True)) for i, n in enumerate((1, 4, 6))]
+    num_steps = driver.run()
+    assert num_steps == 6 + 1, "the first result is taken in the second step"
+    assert driver.ranks.num_computed_tokens == sum(2 + n - 1 for n in (1, 4, 6)), "a token is computed in vain"
+    for i, seq in enumerate(seqs):
+        assert_output(seq, [i, i])
+
+
+def test_a_sequence_that_stops_computes_one_token_in_vain_and_keeps_its_blocks_until_then() -> None:
+    driver = Driver(config(), ahead=1)
+    prompt = [1, 2, 3]
+    ids = list(prompt)
+    for _ in range(2):
+        ids.append(hashed_token(ids))
+    # The wasted token, the sixth, is the second of its block.
+    seq = driver.add(prompt, SamplingParams(max_tokens=9, ignore_eos=True, stop_token_ids=(ids[-1],)))
+    while not seq.is_finished:
+        driver.step()
+    assert seq.output_token_ids == ids[3:] and len(seq.block_table) == 2 and seq.num_inflight_tokens == 1
+    assert driver.scheduler.block_manager.num_free_blocks == 30
+    assert driver.scheduler.has_unfinished, "somebody has to take the result"
+    plan = driver.step()
+    assert not plan.num_scheduled_tokens and not seq.block_table and seq.output_token_ids == ids[3:]
+    driver.assert_idle()
+    assert driver.ranks.num_computed_tokens == 3 + 1 + 1
+    assert driver.step().dropped == [seq.seq_id]
+
+
+def test_a_full_block_can_be_hit_once_its_step_is_back_and_not_before() -> None:
+    driver = Driver(config(), ahead=1)
+    prompt = list(range(2 * B + 1))
+    first = driver.add(prompt, SamplingParams(max_tokens=1))
+    driver.step()
+    early = driver.add(prompt, SamplingParams(max_tokens=1))
+    driver.step()
+    assert first.is_finished and early.num_cached_tokens == 0
+    late = driver.add(prompt, SamplingParams(max_tokens=1))
+    driver.step()
+    assert late.num_cached_tokens == 2 * B
+    driver.run()
+    for seq in (first, early, late):
+        assert_output(seq, prompt)
+
+
+def test_for_want_of_blocks_the_next_plan_waits_for_what_is_in_flight_and_then_preempts() -> None:
+    driver = Driver(config(num_blocks=6, max_model_len=24, enable_prefix_caching=False), ahead=1)
+    old, new = (driver.add([i] * 7, SamplingParams(max_tokens=17, ignore_eos=True)) for i in range(2))
+    while not driver.scheduler.is_short:
+        assert not driver.scheduler.num_preemptions
+        driver.step()
+    # All of it came back within that step; nothing was taken from anybody yet.
+    assert not old.num_inflight_tokens and not new.num_inflight_tokens and not driver.scheduler.num_preemptions
+    plan = driver.step()
+    assert list(plan.num_scheduled_tokens) == [old.seq_id] and new.num_preemptions == 1
+    driver.run()
+    for i, seq in enumerate((old, new)):
+        assert_output(seq, [i] * 7)
     driver.assert_idle()

@@ -32,6 +32,8 @@ from nanoinfer.layers.sampler import Bias, Penalty, SamplingBatch, TokenCounts, 
 from nanoinfer.step import token_bitmask
 from nanoinfer.worker import gpu_memory, model_runner
 from nanoinfer.worker.cuda_graph import graph_sizes
+from nanoinfer.worker.device_runner import DeviceRunner
+from nanoinfer.worker.download import Download
 
 
 class StandInGraph:
@@ -55,7 +57,8 @@ def engine(
     if graphs:
         monkeypatch.setattr(model_runner, "graph_factory", lambda device, enforce_eager: StandInGraph)
     checkpoint = kit.checkpoint(variant)
-    llm = kit.make_llm(checkpoint.directory, shuffle=1, max_model_len=64, max_num_seqs=5, **options)
+    options = {"max_model_len": 64, "max_num_seqs": 5, "async_scheduling": True, **options}  # as on a GPU
+    llm = kit.make_llm(checkpoint.directory, shuffle=1, **options)
     return llm, checkpoint
 
 
@@ -75,6 +78,38 @@ def test_greedy_equals_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert runner is not None and runner.graphs is not None
     assert sum(graph.num_replays for graph in runner.graphs._graphs.values()) > 4
     kit.assert_idle(llm.engine)
+
+
+def test_the_next_step_is_launched_before_the_last_one_s_tokens_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts, one beside a decode, and decodes. Only penalties make the host read before it goes on. The graphs'
+    outputs are overwritten by the next step, and all that is not written is NaN."""
+    llm, checkpoint = engine(monkeypatch, True, max_num_batched_tokens=9)
+    assert llm.engine.overlaps_steps
+    log: list[str] = []
+    launch, read = DeviceRunner.launch, Download.tolist
+
+    def noted_launch(self: DeviceRunner, *arguments: Any) -> Any:
+        log.append("launch")
+        return launch(self, *arguments)
+
+    def noted_read(self: Download) -> list[int]:
+        log.append("read")
+        return read(self)
+
+    monkeypatch.setattr(DeviceRunner, "launch", noted_launch)
+    monkeypatch.setattr(Download, "tolist", noted_read)
+    prompts = [[7, 8, 9], [30, 2, 5, 11, 4, 1, 6, 3]]
+    with kit.poisoned_on_allocation(llm), kit.checked_steps(llm.engine):
+        outputs = llm.generate(prompts, [kit.greedy(6), kit.greedy(3)], use_tqdm=False)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        checkpoint.reference.assert_greedy(prompt, output.token_ids)
+    assert log == ["launch", *["launch", "read"] * 5, "read"]
+    kit.assert_idle(llm.engine)
+    log.clear()
+    params = SamplingParams(temperature=0.9, seed=3, repetition_penalty=1.3, max_tokens=3, ignore_eos=True)
+    ids = llm.generate([prompts[0]], params, use_tqdm=False)[0].token_ids
+    checkpoint.assert_sampled(prompts[0], ids, params, kit.torch_uniforms(3, 3))
+    assert log == ["launch", "read"] * 3
 
 
 def test_sampling_spends_the_same_numbers_as_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

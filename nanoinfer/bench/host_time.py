@@ -1,7 +1,8 @@
 """What a decode step costs beside the model: `python bench.py --host-only`.
 
 The forward pass and the sampler are replaced by stand-ins that return at once; scheduling, the step's tensors, block
-growth, stop checks and outputs are as in earnest.
+growth, stop checks and outputs are as in earnest. Steps overlap as they do on a GPU: each is planned and launched
+before the result of the last one is taken.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from nanoinfer.attention.base import ForwardBatch
@@ -75,6 +77,7 @@ def _step_seconds(llm: LLM, num_seqs: int, as_on_gpu: bool) -> list[float]:
         return [7] * len(logits), {}
 
     runner.forward, runner.compute_logits, runner.sample = forward, compute_logits, sample  # type: ignore[method-assign]
+    llm.engine.async_scheduling = executor.runs_apart = True
     if as_on_gpu:
         _use_instant_device(runner, llm.engine.scheduler.config)
     seconds: list[float] = []
@@ -106,7 +109,9 @@ class _InstantDevice(DeviceRunner):
     def decode(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.full((inputs.shape[1],), 7), torch.empty(inputs.shape[1], 0)
 
-    def send(self, batch: ForwardBatch) -> ForwardBatch:
+    def send(
+        self, batch: ForwardBatch, where: np.ndarray | None = None, rows: np.ndarray | None = None
+    ) -> ForwardBatch:
         return batch
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:

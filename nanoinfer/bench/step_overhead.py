@@ -3,6 +3,7 @@
 A 2-layer model decodes with one rank in this process and with two rank processes, in turn, several times. With rank
 processes a step's time, as the engine sees it, falls into three parts: the channel (plan out, tokens back, and the two
 wake-ups), the collectives as rank 0 sees them (waiting for the other rank included), and the rest of the ranks' work.
+Steps don't overlap here, which would hide the channel.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ def measure_step_overhead(batch_size: int = 1) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "config.json").write_text(json.dumps(QWEN3_0_6B | _SHAPE))
         options: dict[str, Any] = {"load_format": "dummy", "dtype": "float32", "max_model_len": 512, "seed": 0}
+        options["async_scheduling"] = False
         with LLM(directory, **options) as one, LLM(directory, tensor_parallel_size=2, **options) as two:
             executor = two.engine.executor
             assert isinstance(executor, MultiprocExecutor)

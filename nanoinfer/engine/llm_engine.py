@@ -3,6 +3,10 @@
     requests = engine.add_requests(prompts, params)
     while engine.has_unfinished: finished = engine.step()
 
+Steps may overlap where ranks run apart from this process: the next one is planned and sent before the result of the
+last one is taken. So the ranks go from one to the next, and a sequence that turns out to have ended has computed at
+most one token in vain.
+
 A step that raises, or is interrupted by Ctrl-C at any point, leaves the engine usable: `step` puts the scheduler back
 into a state that is consistent by construction and raises on.
 """
@@ -13,6 +17,7 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -27,7 +32,7 @@ from nanoinfer.engine.input_processor import InputProcessor, Prompt
 from nanoinfer.engine.output_processor import OutputProcessor, Request
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.sequence import FinishReason
-from nanoinfer.executor.base import Executor
+from nanoinfer.executor.base import Executor, StepHandle
 from nanoinfer.executor.multiproc import MultiprocExecutor
 from nanoinfer.executor.uniproc import UniprocExecutor
 from nanoinfer.sampling_params import Grammar, SamplingParams
@@ -37,6 +42,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _StepInFlight:
+    """A step whose result has not been taken. handle: None if there was nothing to tell the ranks.
+
+    start: when its planning began. submit_seconds: what sending it took. observe: makes its StepStats, given its times.
+    """
+
+    plan: SchedulerOutput
+    handle: StepHandle | None
+    start: float
+    submit_seconds: float
+    observe: Callable[[float, float], StepStats] | None
+
+    def result(self) -> StepResult:
+        return StepResult() if self.handle is None else self.handle.result()
 
 
 class LLMEngine:
@@ -70,6 +92,15 @@ class LLMEngine:
             self.capacity.device, self.capacity.dtype, config.tensor_parallel_size, self.capacity.num_threads,
             limits.num_blocks, limits.block_size,
         )  # fmt: skip
+        if config.async_scheduling and not self.executor.runs_apart:
+            logger.warning(
+                "async_scheduling=True changes nothing here: a step on the CPU in this process is over when it has "
+                "been submitted; distributed_executor_backend='mp' gives it a process of its own"
+            )
+        # On a CPU a step takes so long that the gap after it does not count, but the token in vain does, and so does
+        # the step that a new request finds already planned.
+        is_on_gpu = self.capacity.device == "cuda"
+        self.async_scheduling = is_on_gpu if config.async_scheduling is None else config.async_scheduling
         self.scheduler = Scheduler(limits)
         self.input_processor = InputProcessor(
             tokenizer=self.tokenizer,
@@ -80,16 +111,24 @@ class LLMEngine:
             seed=self.seed,
         )
         self.on_step: Callable[[StepStats], None] | None = None
-        # The sequences that the last step brought on or to their end.
+        # The sequences that the last call of `step` brought on or to their end.
         self.changed: list[sequence.Sequence] = []
         self._to_abort: deque[Request] = deque()
+        # In the order of submission; between two calls of `step` at most one.
+        self._in_flight: deque[_StepInFlight] = deque()
+        self._last_result_time = 0.0
         self._has_grammars = False
         # Whether a step failed since texts were last brought in line with tokens.
         self._is_uncertain = False
 
     @property
     def has_unfinished(self) -> bool:
+        """Whether there is something to do for `step`, if only to take the result of a step that is in flight."""
         return self.scheduler.has_unfinished or bool(self.output_processor.requests or self.output_processor.finished)
+
+    @property
+    def overlaps_steps(self) -> bool:
+        return self.async_scheduling and self.executor.runs_apart
 
     def add_requests(
         self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -128,48 +167,106 @@ class LLMEngine:
                 self.scheduler.add(completion.seq)
 
     def abort(self, requests: Iterable[Request]) -> None:
-        """Ends requests that are not finished, with finish_reason "abort", and frees their blocks."""
+        """Ends requests that are not finished, with finish_reason "abort", and frees their blocks.
+
+        Blocks that a step in flight writes to are free once it has come back. If no request is left, that is waited
+        for, so that nothing is in flight for nobody.
+        """
         for request in requests:
             for completion in request.completions:
                 self.scheduler.abort(completion.seq)
             self.output_processor.drop(request)
+        if self._in_flight and not self.output_processor.requests:
+            try:
+                while self._in_flight:
+                    step = self._in_flight.popleft()
+                    self.scheduler.update(step.plan, step.result())
+            except Exception:
+                # It concerns nobody who is left. If the ranks are dead, whoever comes next is told.
+                logger.warning("a step that had become pointless failed", exc_info=True)
+                self._recover()
+            except BaseException:
+                self._recover()
+                raise
 
     def abort_later(self, request: Request) -> None:
         """Aborts before the next step. Safe at any moment, in any thread."""
         self._to_abort.append(request)
 
     def step(self, meanwhile: Callable[[], None] | None = None) -> list[Request]:
-        """Runs one step. Returns the requests that it finished.
+        """Runs one step. Returns the requests that are finished.
 
-        meanwhile: called when the step is on its way, before it is waited for. If ranks run in processes of their own,
-        what it does costs no time.
+        If steps overlap, the step that is sent and the one whose result is taken are two: this one stays in flight
+        until the next call, which sends another one before it waits for this one.
+
+        meanwhile: called when the step is on its way, before anything is waited for. If ranks run in processes of their
+        own, what it does costs no time.
         """
         start = perf_counter()
         self.changed = []
         while self._to_abort:
             self.abort([self._to_abort[0]])
             self._to_abort.popleft()  # only now: interrupted before, it is aborted again, which does nothing
+        stats: list[StepStats | None] = []
         try:
-            num_preemptions = self.scheduler.num_preemptions
-            plan = self.scheduler.schedule()
-            if self._has_grammars:
-                self._fill_bitmasks(plan)
-            observe = self._observation(plan, num_preemptions) if self.on_step else None
-            execute_start = perf_counter()
-            is_empty = not (plan.num_scheduled_tokens or plan.dropped or plan.forget_all)
-            handle = None if is_empty else self.executor.submit(plan)
+            if not self._has_to_wait:
+                self._submit(start)
             if meanwhile is not None:
                 meanwhile()
-            result = StepResult() if handle is None else handle.result()
-            execute_seconds = perf_counter() - execute_start
-            self._process(self.scheduler.update(plan, result))
+            if len(self._in_flight) > 1 or self._has_to_wait:
+                stats.append(self._take_result())
+            # There is nothing to wait for in a step that computes nothing.
+            while self._in_flight and not self._in_flight[0].plan.num_scheduled_tokens:
+                stats.append(self._take_result())
         except BaseException:
-            self._is_uncertain = True
-            self.scheduler.recover()
+            self._recover()
             raise
-        if self.on_step and observe:
-            self.on_step(observe(perf_counter() - start, execute_seconds))
+        for one in stats:
+            if one is not None and self.on_step:
+                self.on_step(one)
         return self.output_processor.take_finished()
+
+    @property
+    def _has_to_wait(self) -> bool:
+        """Whether the next step cannot be planned before the one in flight is back.
+
+        So it is if that samples under a grammar, which has to see the token before it tells the next mask. A stop
+        string ends a sequence as unforeseen as a stop token does; to compute a token in vain then costs less than to
+        wait each time.
+        """
+        if not self._in_flight:
+            return False
+        plan = self._in_flight[-1].plan
+        if plan.bitmasks or not plan.num_scheduled_tokens or self.scheduler.is_short:
+            return True
+        return not self.overlaps_steps
+
+    def _submit(self, start: float) -> None:
+        """Plans the next step and sends it to the ranks."""
+        num_preemptions = self.scheduler.num_preemptions
+        plan = self.scheduler.schedule()
+        if self._has_grammars:
+            self._fill_bitmasks(plan)
+        observe = self._observation(plan, num_preemptions) if self.on_step else None
+        submit_start = perf_counter()
+        is_empty = not (plan.num_scheduled_tokens or plan.dropped or plan.forget_all)
+        handle = None if is_empty else self.executor.submit(plan)
+        self._in_flight.append(_StepInFlight(plan, handle, start, perf_counter() - submit_start, observe))
+
+    def _take_result(self) -> StepStats | None:
+        """Waits for the oldest step in flight, and deals with what it brought."""
+        step, wait_start = self._in_flight.popleft(), perf_counter()
+        result = step.result()
+        execute_seconds = step.submit_seconds + perf_counter() - wait_start
+        self._process(self.scheduler.update(step.plan, result))
+        start, self._last_result_time = max(step.start, self._last_result_time), perf_counter()
+        return step.observe(self._last_result_time - start, execute_seconds) if step.observe else None
+
+    def _recover(self) -> None:
+        """What is in flight counts for nothing: its results are not taken, and the ranks forget all rows."""
+        self._in_flight.clear()
+        self._is_uncertain = True
+        self.scheduler.recover()
 
     def _process(self, changed: list[sequence.Sequence]) -> None:
         if self._is_uncertain:
@@ -180,7 +277,7 @@ class LLMEngine:
                 self._advance_grammar(seq)
         for seq, stop in self.output_processor.process(changed):
             self.scheduler.finish(seq, FinishReason.STOP, stop)
-        self.changed = changed
+        self.changed += changed
 
     def _advance_grammar(self, seq: sequence.Sequence) -> None:
         """After a step. What goes wrong in a grammar is its own request's business."""
@@ -196,10 +293,10 @@ class LLMEngine:
                 self.scheduler.finish(seq, FinishReason.STOP)
 
     def _fill_bitmasks(self, plan: SchedulerOutput) -> None:
-        """Asks the grammars of the rows that sample in this step."""
-        for seq_id, num_tokens in plan.num_scheduled_tokens.items():
+        """Asks the grammars of the rows that sample in this step. Tokens of theirs are never in flight."""
+        for seq_id in plan.num_scheduled_tokens:
             seq = self.scheduler.sequences[seq_id]
-            if seq.grammar is None or seq.num_computed_tokens + num_tokens != seq.num_tokens:
+            if seq.grammar is None or seq.num_computed_tokens + seq.num_inflight_tokens != seq.num_tokens:
                 continue
             try:
                 # It has been told all tokens, unless the last step was interrupted.
@@ -216,13 +313,13 @@ class LLMEngine:
         num_decode = num_sampled = num_context = num_pairs = 0
         for seq_id, num_tokens in plan.num_scheduled_tokens.items():
             seq = self.scheduler.sequences[seq_id]
-            stop = seq.num_computed_tokens + num_tokens
+            stop = seq.num_computed_tokens + seq.num_inflight_tokens
             num_context += stop
-            num_sampled += stop == seq.num_tokens
+            num_sampled += stop >= seq.num_tokens
             if num_tokens == 1 and stop > seq.num_prompt_tokens:
                 num_decode += 1
             else:
-                num_pairs += num_tokens * (seq.num_computed_tokens + stop + 1) // 2
+                num_pairs += num_tokens * (2 * stop - num_tokens + 1) // 2
         num_preemptions = self.scheduler.num_preemptions - preemptions_before
         num_running, num_waiting = len(self.scheduler.running), len(self.scheduler.waiting)
 

@@ -2,6 +2,9 @@
 
     plan = schedule()  ->  the ranks run it  ->  update(plan, result)
 
+The next plan may be made before the last result is there: each sequence counts its tokens in flight, and a token that
+is being sampled is one more to compute. What a sequence that has ended still has in flight comes to nothing.
+
 There is no prefill or decode phase. A step has a budget of tokens; running sequences take from it first, oldest first,
 each as many as it has left to compute; then waiting sequences are admitted in the order of their arrival. Chunked
 prefill, prefix hits, resumption after preemption and decoding are all this one rule. Since a sequence is admitted only
@@ -33,6 +36,9 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}
         self.num_preemptions = 0
+        # Whether a sequence sat the last plan out, for want of blocks that steps in flight write to. The next plan
+        # preempts; before it is made, all results have to be in.
+        self.is_short = False
         # For the next plan: what the ranks are still to be told.
         self._dropped: list[int] = []
         self._forget_all = False
@@ -81,6 +87,7 @@ class Scheduler:
     def preempt(self, seq: Sequence) -> None:
         """Takes a running sequence's blocks away and queues it at the head, to be recomputed."""
         assert seq.status is SequenceStatus.RUNNING and seq.num_inflight_tokens == 0
+        assert seq.num_output_placeholders == 0
         self._drop(seq)
         seq.num_computed_tokens = 0
         seq.status = SequenceStatus.WAITING
@@ -91,17 +98,20 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         plan = SchedulerOutput(dropped=self._dropped, forget_all=self._forget_all)
         self._dropped, self._forget_all = plan.dropped, False
+        self.is_short = False
         preemptions_before = self.num_preemptions
         budget = self.config.max_num_batched_tokens
         for seq in list(self.running.values()):
             if budget == 0:
                 break
             if seq.status is not SequenceStatus.RUNNING:
-                continue  # preempted for the sake of an older one
+                continue  # preempted for the sake of an older one, or ended and not yet back
+            num_expected = seq.num_output_placeholders
+            if num_expected and seq.num_output_tokens + num_expected >= seq.max_tokens:
+                continue  # its last token is in flight
             num_started = seq.num_computed_tokens + seq.num_inflight_tokens
-            num_tokens = min(seq.num_tokens - num_started, budget)
-            if num_tokens <= 0:
-                continue  # its next token is still in flight
+            num_left = seq.num_tokens + num_expected - num_started
+            num_tokens = min(num_left, budget)
             if num_started + num_tokens > len(seq.block_table) * self.config.block_size:
                 new_blocks = self._grow(seq, num_started + num_tokens)
                 if new_blocks is None:
@@ -109,6 +119,7 @@ class Scheduler:
                 plan.new_block_ids[seq.seq_id] = new_blocks
             plan.num_scheduled_tokens[seq.seq_id] = num_tokens
             seq.num_inflight_tokens += num_tokens
+            seq.num_output_placeholders += num_tokens == num_left
             budget -= num_tokens
         # Blocks that were just taken from one sequence are not for a newer one.
         if self.num_preemptions == preemptions_before:
@@ -123,7 +134,8 @@ class Scheduler:
         while not manager.can_allocate(num_new):
             victim = self.running[next(reversed(self.running))]
             if victim.num_inflight_tokens:
-                return None  # wait until its step has come back
+                self.is_short = True
+                return None
             if victim is seq and len(self.running) == 1:
                 # The whole pool is its own, and it is full.
                 self.finish(seq, FinishReason.LENGTH)
@@ -165,6 +177,7 @@ class Scheduler:
             seq.block_table = cached + manager.allocate(num_new)
             seq.num_computed_tokens = num_cached
             seq.num_inflight_tokens = num_tokens
+            seq.num_output_placeholders = int(num_cached + num_tokens == seq.num_tokens)
             seq.status = SequenceStatus.RUNNING
             self.running[seq.seq_id] = seq
             if seq.num_cached_tokens is None:
@@ -206,6 +219,8 @@ class Scheduler:
             num_before = seq.num_computed_tokens
             seq.num_inflight_tokens -= num_tokens
             seq.num_computed_tokens += num_tokens
+            if seq.num_computed_tokens == seq.num_tokens:
+                seq.num_output_placeholders -= 1
             if seq.is_finished:
                 if seq.num_inflight_tokens == 0:
                     self._retire(seq)
@@ -236,7 +251,8 @@ class Scheduler:
         """After a step that failed or was interrupted anywhere: back to a state that is consistent by construction.
 
         Every unfinished sequence is queued again in the order of arrival, to be recomputed; the pool starts afresh (so
-        nothing that a broken step may have written is hit), and the ranks forget all rows.
+        nothing that a broken step may have written is hit), and the ranks forget all rows. Results of plans that are
+        still in flight must not be brought to `update` any more.
         """
         old = self.block_manager
         self.block_manager = BlockManager(old.num_blocks, old.block_size, old.enable_prefix_caching)
@@ -248,7 +264,7 @@ class Scheduler:
         self.waiting = deque(self.sequences.values())
         for seq in self.waiting:
             seq.block_table = []
-            seq.num_computed_tokens = seq.num_inflight_tokens = 0
+            seq.num_computed_tokens = seq.num_inflight_tokens = seq.num_output_placeholders = 0
             seq.status = SequenceStatus.WAITING
         self._dropped, self._forget_all = [], True
 
@@ -275,6 +291,7 @@ class Scheduler:
         assert len(running) <= self.config.max_num_seqs
         for seq in running:
             covered = seq.num_computed_tokens + seq.num_inflight_tokens
-            assert covered <= seq.num_tokens
+            assert covered <= seq.num_tokens + seq.num_output_placeholders
+            assert 0 <= seq.num_output_placeholders <= seq.num_inflight_tokens
             assert len(seq.block_table) == self.block_manager.num_blocks_for(covered)
         self.block_manager.check([seq.block_table for seq in running])

@@ -2,7 +2,9 @@
 scheduler.
 
 A sequence has no prefill or decode phase: it has tokens, of which the first `num_computed_tokens` have their keys and
-values in the KV pool and `num_inflight_tokens` more are being computed by a step that has not come back.
+values in the KV pool and `num_inflight_tokens` more are being computed by steps that have not come back. These steps
+sample `num_output_placeholders` tokens, whose ids nobody but the ranks knows yet; the next step may compute them all
+the same.
 """
 
 from __future__ import annotations
@@ -61,6 +63,7 @@ class Sequence:
     prefix: CachedPrefix = field(default_factory=CachedPrefix)
     num_computed_tokens: int = 0
     num_inflight_tokens: int = 0
+    num_output_placeholders: int = 0
     # Prompt tokens found in the prefix cache at first admission; None before it.
     num_cached_tokens: int | None = None
     num_preemptions: int = 0

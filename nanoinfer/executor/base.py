@@ -26,7 +26,8 @@ class StepHandle(ABC):
 
 
 class Executor(ABC):
-    # Whether a step runs apart from its caller, between `submit` and `result`.
+    # Whether a step runs apart from its caller, between `submit` and `result`; then the next one may be submitted
+    # before the last one's result is taken. Known once `allocate` has run.
     runs_apart = False
 
     def check_health(self) -> None:  # noqa: B027
@@ -42,7 +43,7 @@ class Executor(ABC):
 
     @abstractmethod
     def submit(self, plan: SchedulerOutput) -> StepHandle:
-        """Starts a step. Steps run in the order of submission."""
+        """Starts a step. Steps run in the order of submission, whether or not anybody asks for their results."""
 
     @abstractmethod
     def close(self) -> None:

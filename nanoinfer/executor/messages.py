@@ -90,18 +90,23 @@ def encode(message: Command | Reply) -> bytes:
     return _LENGTH.pack(len(payload)) + payload
 
 
+def has_message(sock: socket.socket) -> bool:
+    """Whether the beginning of a message, or the end of the connection, is there."""
+    try:
+        sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def spin(sock: socket.socket, seconds: float) -> None:
     """Waits for the beginning of a message, or for that time, without sleeping but giving way to others.
 
     Waking a sleeping process costs more than a step's whole message otherwise does.
     """
     deadline = perf_counter() + seconds
-    while perf_counter() < deadline:
-        try:
-            sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-            return
-        except BlockingIOError:
-            os.sched_yield()
+    while perf_counter() < deadline and not has_message(sock):
+        os.sched_yield()
 
 
 def receive_at_once(sock: socket.socket) -> Command | Reply | None:

@@ -38,7 +38,6 @@ from nanoinfer.executor.base import EngineDeadError, Executor, StepHandle
 from nanoinfer.executor.messages import (
     Allocate,
     Allocated,
-    Command,
     Failed,
     Reply,
     Shutdown,
@@ -60,7 +59,7 @@ _NEWS_SECONDS = 1.0
 _STACKS_SECONDS = 2.0
 # The outermost frame is in the program _BOOT; after 100 frames faulthandler stops with dots. It writes piece by piece.
 _STACK_END = re.compile(r'(  File "<string>", .*|  \.\.\.)\n\Z')
-# Far below what a socket buffers, which is empty when a step is sent.
+# Two such are far below what a socket buffers, in which the step before may lie unread when one is sent.
 _SMALL_FRAME = 1 << 14
 
 
@@ -95,7 +94,10 @@ class MultiprocExecutor(Executor):
     def __init__(self, config: EngineConfig, model_config: ModelConfig, model_dir: Path, seed: int) -> None:
         self._timeout = config.step_timeout
         self._death: str | None = None
-        self._num_submitted = 0
+        # The last step that was submitted, and the last one whose answer has been taken.
+        self._last_index = self._last_taken = 0
+        # Whether the last frame may lie half unread in the sockets.
+        self._was_large = False
         # A frame that not all ranks may have got, because sending it was interrupted.
         self._unsure: bytes | None = None
         # Until then a rank's ValueError is about the model or the options; later it is a fault of ours.
@@ -135,14 +137,22 @@ class MultiprocExecutor(Executor):
         return min((started.capacity for started in self._started), key=lambda capacity: capacity.num_blocks)
 
     def allocate(self, limits: SchedulerConfig) -> None:
-        self._broadcast(Allocate(limits))
+        self._broadcast(encode(Allocate(limits)))
         for rank in self._ranks:
             self._expect(Allocated, rank, "allocating the KV cache", monotonic() + self._timeout)
 
     def submit(self, plan: SchedulerOutput) -> StepHandle:
-        self._num_submitted += 1
-        self._broadcast(Step(self._num_submitted, plan))
-        return _Pending(self, self._num_submitted, monotonic() + self._timeout)
+        has_unanswered = self._last_taken < self._last_index
+        # The number before it is left for the empty step of `_wait_until_idle`.
+        self._last_index += 2
+        index = self._last_index
+        frame = encode(Step(index, plan))
+        if has_unanswered and len(frame) > _SMALL_FRAME:
+            # The ranks take it when they are through, and we don't listen while we send: they might then be stuck with
+            # a large answer, and Ctrl-C would have to wait.
+            self._wait_until_idle(index - 1)
+        self._broadcast(frame)
+        return _Pending(self, index)
 
     def check_health(self) -> None:
         if self._death is not None:
@@ -154,25 +164,37 @@ class MultiprocExecutor(Executor):
         self._finalizer()
         self._death = self._death or "it was closed"
 
-    def _wait_for_step(self, index: int, deadline: float) -> StepResult:
+    def _wait_for_step(self, index: int) -> StepResult:
+        deadline = monotonic() + self._timeout
         while True:
             # Answers to steps whose caller was interrupted are still on their way; they are dropped here.
             done = self._expect(StepDone, self._ranks[0], "a step", deadline)
             if done.index == index:
+                self._last_taken = index
                 self.busy_seconds, self.collective_seconds = done.busy_seconds, done.collective_seconds
                 return done.result
 
-    def _broadcast(self, command: Command) -> None:
+    def _wait_until_idle(self, index: int) -> None:
+        """Until all steps that were submitted have been answered. Keeps their answers.
+
+        Asks the ranks by an empty step, rather than counting answers: an interruption may have lost some.
+        """
+        self._broadcast(encode(Step(index, SchedulerOutput())))
+        deadline = monotonic() + self._timeout
+        while not any(isinstance(reply, StepDone) and reply.index == index for reply in self._ranks[0].inbox):
+            self._listen("a step", deadline)
+
+    def _broadcast(self, frame: bytes) -> None:
         if self._death is not None:
             raise EngineDeadError(f"the engine is dead: {self._death}")
-        frame = encode(command)
-        if self._unsure is not None or len(frame) > _SMALL_FRAME:
+        is_large = len(frame) > _SMALL_FRAME
+        if self._unsure is not None or is_large or self._was_large:
             # A long frame cut short would garble all that follows.
             with _uninterrupted():
                 for one in filter(None, (self._unsure, frame)):
                     for rank in self._ranks:
                         self._send(rank, one)
-                self._unsure = None
+                self._unsure, self._was_large = None, is_large
             return
         # A small frame is taken by the socket at once or not at all. If a Ctrl-C comes in between, it is sent again
         # next time, and ranks that have it already know it by its index: cheaper than putting signals off each time.
@@ -191,17 +213,20 @@ class MultiprocExecutor(Executor):
 
     def _expect(self, kind: type[Any], rank: _Rank, what: str, deadline: float) -> Any:
         """The next message of `rank`, which must be of that kind; meanwhile, watches over all ranks."""
-        started = monotonic()
         while not rank.inbox:
-            ready = self._poller.poll(1000 * max(0.0, deadline - monotonic()))
-            if not ready:
-                waited = monotonic() - started
-                self._fail(f"{what} did not come to an end in {waited:.3g} s\n{_stacks(self._ranks)}")
-            for fd, _ in ready:
-                self._by_fd[fd].inbox.append(self._receive(self._by_fd[fd]))
+            self._listen(what, deadline)
         message = rank.inbox.popleft()
         assert isinstance(message, kind), f"rank {rank.index} sent {type(message).__name__}, not {kind.__name__}"
         return message
+
+    def _listen(self, what: str, deadline: float) -> None:
+        """Waits until a rank says something, and takes it in."""
+        started = monotonic()
+        ready = self._poller.poll(1000 * max(0.0, deadline - started))
+        if not ready:
+            self._fail(f"{what} did not come to an end in {monotonic() - started:.3g} s\n{_stacks(self._ranks)}")
+        for fd, _ in ready:
+            self._by_fd[fd].inbox.append(self._receive(self._by_fd[fd]))
 
     def _receive(self, rank: _Rank) -> Reply:
         try:
@@ -255,10 +280,9 @@ class MultiprocExecutor(Executor):
 class _Pending(StepHandle):
     executor: MultiprocExecutor
     index: int
-    deadline: float
 
     def result(self) -> StepResult:
-        return self.executor._wait_for_step(self.index, self.deadline)
+        return self.executor._wait_for_step(self.index)
 
 
 def _hear(rank: _Rank) -> Failed | str:

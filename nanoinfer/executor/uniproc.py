@@ -1,4 +1,4 @@
-"""One rank, in the engine's own process. A step runs when it is submitted."""
+"""One rank, in the engine's own process. A step on the CPU runs when it is submitted; one on a GPU is only launched."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from nanoinfer.executor.base import Executor, StepHandle
 from nanoinfer.step import KVCacheCapacity, SchedulerOutput, StepResult
 
 if TYPE_CHECKING:
-    from nanoinfer.worker.model_runner import ModelRunner
+    from nanoinfer.worker.model_runner import LaunchedStep, ModelRunner
 
 
 @dataclass(frozen=True)
-class _Done(StepHandle):
-    value: StepResult
+class _Launched(StepHandle):
+    step: LaunchedStep
 
     def result(self) -> StepResult:
-        return self.value
+        return self.step.result()
 
 
 class UniprocExecutor(Executor):
@@ -41,9 +41,10 @@ class UniprocExecutor(Executor):
 
     def allocate(self, limits: SchedulerConfig) -> None:
         self.runner.allocate(limits)
+        self.runs_apart = self.runner.runs_ahead
 
     def submit(self, plan: SchedulerOutput) -> StepHandle:
-        return _Done(self.runner.step(plan))
+        return _Launched(self.runner.launch(plan))
 
     def close(self) -> None:
         self._runner = None

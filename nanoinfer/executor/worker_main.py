@@ -16,6 +16,8 @@ import socket
 import sys
 import threading
 import traceback
+from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING
@@ -23,6 +25,7 @@ from typing import TYPE_CHECKING
 from nanoinfer.executor.messages import (
     Allocate,
     Allocated,
+    Command,
     Failed,
     Reply,
     Start,
@@ -30,13 +33,24 @@ from nanoinfer.executor.messages import (
     Step,
     StepDone,
     encode,
+    has_message,
     receive,
     spin,
 )
 
 if TYPE_CHECKING:
     from nanoinfer.distributed.group import ParallelGroups
-    from nanoinfer.worker.model_runner import ModelRunner
+    from nanoinfer.worker.model_runner import LaunchedStep, ModelRunner
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """A step that the engine is still to be told of. Only rank 0 tells."""
+
+    index: int
+    step: LaunchedStep
+    began: float
+    collective_seconds: float
 
 
 # About the time between two steps of a busy engine.
@@ -90,23 +104,46 @@ def _serve(sock: socket.socket) -> None:
     runner, groups = _load(start)
     _send(sock, Started(runner.capacity()))
     last_index = 0
+    launched: deque[_Launched] = deque()
     while True:
-        spin(sock, _SPIN_SECONDS)
-        command = receive(sock)
-        if isinstance(command, Step):
+        command = _next_command(sock, launched)
+        if command is None:
+            _tell(sock, launched.popleft())
+        elif isinstance(command, Step):
             if command.index <= last_index:
                 continue  # sent again after an interruption
             last_index = command.index
             began, before = perf_counter(), groups.tp.seconds
-            result = runner.step(command.plan)
+            step = runner.launch(command.plan)
             if start.rank == 0:
-                _send(sock, StepDone(command.index, result, perf_counter() - began, groups.tp.seconds - before))
+                launched.append(_Launched(command.index, step, began, groups.tp.seconds - before))
         elif isinstance(command, Allocate):
             runner.allocate(command.limits)
             _send(sock, Allocated())
         else:
             launch.leave()
             return
+
+
+def _next_command(sock: socket.socket, launched: deque[_Launched]) -> Command | Reply | None:
+    """Waits for the next command, or for the oldest launched step; None if that is over, which is to be told first.
+
+    On a GPU the next step is launched while the last one runs, so both are watched.
+    """
+    while launched:
+        if launched[0].step.is_over():
+            return None
+        if has_message(sock):
+            break
+        os.sched_yield()
+    else:
+        spin(sock, _SPIN_SECONDS)
+    return receive(sock)
+
+
+def _tell(sock: socket.socket, launched: _Launched) -> None:
+    result = launched.step.result()
+    _send(sock, StepDone(launched.index, result, perf_counter() - launched.began, launched.collective_seconds))
 
 
 def _load(start: Start) -> tuple[ModelRunner, ParallelGroups]:

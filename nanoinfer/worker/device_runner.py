@@ -2,8 +2,11 @@
 
 A step in which every sequence computes its last sampled token is a decode step: the host sends which rows and how far
 they are, everything else is on the device, and a CUDA graph holds it where there is one. Any other step is built by the
-host, as on a CPU, and sent. Nothing between the sending and the reading of the tokens waits for the device; only
-masks, bans, biases, penalties and log-probabilities are prepared by the host, for the rows that have them.
+host, as on a CPU, and sent; last sampled tokens are filled in on the device.
+
+A step is launched, and nothing waits for the device: sampled tokens stay there for the next step, and reach the host by
+a copy that is read when their step's result is asked for. Only steps with masks, bans, biases, penalties or
+log-probabilities wait, since the host prepares or reads these, for the rows that have them.
 """
 
 from __future__ import annotations
@@ -22,7 +25,10 @@ from nanoinfer.models.qwen3 import Qwen3ForCausalLM
 from nanoinfer.step import SchedulerOutput, TokenLogprobs
 from nanoinfer.worker.cuda_graph import DecodeGraphs
 from nanoinfer.worker.device_rows import DeviceRows
+from nanoinfer.worker.download import Download
 from nanoinfer.worker.input_batch import InputBatch, StepRows
+
+_NONE = np.zeros(0, np.int64)
 
 
 class DeviceRunner:
@@ -42,11 +48,12 @@ class DeviceRunner:
         self.rows = DeviceRows(limits.max_num_seqs, limits.max_model_len, limits.block_size, device)
         self.graphs: DecodeGraphs | None = None
 
-    def step(
+    def launch(
         self, plan: SchedulerOutput, batch: InputBatch
-    ) -> tuple[StepRows, list[int], dict[int, TokenLogprobs], torch.Tensor | None]:
-        """`batch` has taken the plan in. Returns ids, by sampled row log-probabilities, and the hidden states of all
-        tokens, which a decode step does not keep."""
+    ) -> tuple[StepRows, Download | None, dict[int, TokenLogprobs], torch.Tensor | None]:
+        """`batch` has taken the plan in. Returns the ids of the rows that sample (None if there are none; below zero:
+        see `checked`), by sampled row log-probabilities, and the hidden states of all tokens, which a decode step does
+        not keep."""
         self.rows.apply(plan, batch)
         step, hidden = batch.decodes(plan), None
         if step is not None:
@@ -60,11 +67,11 @@ class DeviceRunner:
             is_done = self.shard.tp.size == 1 or not batch.has_filters(step.rows)
         else:
             step, host_batch = batch.build(plan)
-            sent = self.send(host_batch)
+            sent = self.send(host_batch, *batch.sampled_inputs(step))
             hidden = self.forward(sent)
             logits, tokens, is_done = self.compute_logits(hidden, sent.logits_indices), None, False
         if not len(step.sampled):
-            return step, [], {}, hidden
+            return step, None, {}, hidden
         logprobs = {}
         if tokens is None or not is_done or batch.has_special(step):
             sampling = batch.sampling(step)
@@ -72,7 +79,7 @@ class DeviceRunner:
                 tokens = self._sample(step, batch, logits, sampling)
             if wanted := list(sampling.logprobs):
                 logprobs = row_logprobs(logits[wanted].float(), tokens[wanted], wanted, sampling.logprobs, self.shard)
-        return step, _checked(tokens.tolist()), logprobs, hidden
+        return step, Download(tokens), logprobs, hidden
 
     def decode(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(token ids [n], logits [n, columns]) of a decode step; stores keys, values and the rows' last tokens.
@@ -113,10 +120,16 @@ class DeviceRunner:
         """This rank's logits of some of the tokens."""
         return self.model.compute_logits(hidden, indices)
 
-    def send(self, batch: ForwardBatch) -> ForwardBatch:
-        """The batch with its tensors on the device, planned; query_start_loc and seq_lens stay, for the plan."""
+    def send(self, batch: ForwardBatch, where: np.ndarray = _NONE, rows: np.ndarray = _NONE) -> ForwardBatch:
+        """The batch with its tensors on the device, planned; query_start_loc and seq_lens stay, for the plan.
+
+        where, rows: [n] int64, the tokens that are some row's last sampled one, which only the device knows.
+        """
         tensors = [batch.input_ids, batch.positions, batch.block_tables, batch.slot_mapping, batch.logits_indices]
-        ids, positions, tables, slots, indices = upload([t.numpy() for t in tensors], self.device)
+        arrays = [*(tensor.numpy() for tensor in tensors), where, rows]
+        ids, positions, tables, slots, indices, places, owners = upload(arrays, self.device)
+        if len(where):
+            ids.index_copy_(0, places, self.rows.last_token.index_select(0, owners))
         sent = replace(
             batch, input_ids=ids, positions=positions, block_tables=tables.view(batch.block_tables.shape),
             slot_mapping=slots, logits_indices=indices,
@@ -137,7 +150,8 @@ class DeviceRunner:
         return tokens
 
 
-def _checked(token_ids: list[int]) -> list[int]:
+def checked(token_ids: list[int]) -> list[int]:
+    """The ids; FloatingPointError if one of them is none."""
     if min(token_ids) < 0:
         raise FloatingPointError(
             "the model's logits contain NaN or infinity; float16 overflows on models trained in bfloat16: use "

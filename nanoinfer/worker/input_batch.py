@@ -1,7 +1,8 @@
 """`InputBatch`: a rank's rows, one per sequence that it knows, kept from step to step; plans change them by deltas.
 
 What every step needs of every row lies in numpy arrays, so that a step's tensors are built by indexing and not by a
-loop over tokens. Called by the model runner: `apply(plan)`, `build(plan)`, then `commit(...)` when the step is done.
+loop over tokens. Called by the model runner: `apply(plan)`, `build(plan)`, then `commit(...)` when the step is done, or
+on a GPU launched: there, a row's sampled tokens may be unknown to it.
 """
 
 from __future__ import annotations
@@ -87,6 +88,8 @@ class InputBatch:
         self._min_p = np.zeros(max_num_seqs, np.float64)
         # Rows whose sampling needs more than the arrays: penalties, min_tokens, logprobs, and what limits the choice.
         self._special = np.zeros(max_num_seqs, bool)
+        # Rows whose sampling depends on what was sampled before: penalties and bad words.
+        self._needs_tokens = np.zeros(max_num_seqs, bool)
 
     def __len__(self) -> int:
         return len(self._row_of)
@@ -130,6 +133,7 @@ class InputBatch:
         self._min_p[row] = params.min_p
         limits_choice = params.allowed_token_ids is not None or params.logit_bias is not None or bool(new.bad_words)
         with_logprobs = params.logprobs is not None
+        self._needs_tokens[row] = params.has_penalties or bool(new.bad_words)
         self._special[row] = params.has_penalties or params.min_tokens > 0 or with_logprobs or limits_choice
 
     def row_of(self, seq_id: int) -> int:
@@ -168,6 +172,16 @@ class InputBatch:
     def has_special(self, step: StepRows) -> bool:
         """Whether any row that samples has penalties, min_tokens, logprobs, or a limited choice."""
         return bool(step.bitmasks) or bool(self._special[step.rows[step.sampled]].any())
+
+    def needs_tokens(self, step: StepRows) -> bool:
+        """Whether `commit` has to know the tokens."""
+        return bool(self._needs_tokens[step.rows[step.sampled]].any())
+
+    def sampled_inputs(self, step: StepRows) -> tuple[np.ndarray, np.ndarray]:
+        """Which tokens of the step's batch are a row's last sampled one, and of which rows; [n] int64 each."""
+        is_sampled = self._num_computed[step.rows] >= self._num_initial[step.rows]
+        first = step.num_scheduled.cumsum() - step.num_scheduled
+        return first[is_sampled], step.rows[is_sampled]
 
     def decodes(self, plan: SchedulerOutput) -> StepRows | None:
         """The step's rows if each computes its last sampled token and nothing else, or None."""
@@ -254,13 +268,18 @@ class InputBatch:
                 del batch.banned[i]
         return batch
 
-    def commit(self, step: StepRows, token_ids: list[int]) -> None:
-        """The step is done: its tokens are computed, and the sampling rows have one token more."""
+    def commit(self, step: StepRows, token_ids: list[int] | None) -> None:
+        """The step is done: its tokens are computed, and the sampling rows have one token more.
+
+        token_ids: None if they are on the device only, which is in order unless `needs_tokens(step)`.
+        """
         self._num_computed[step.rows] += step.num_scheduled
         rows = step.rows[step.sampled]
-        self._last_token[rows] = token_ids
         self._num_tokens[rows] += 1
-        for i in np.flatnonzero(self._special[rows]).tolist():
+        if token_ids is None:
+            return
+        self._last_token[rows] = token_ids
+        for i in np.flatnonzero(self._needs_tokens[rows]).tolist():
             row = self._rows[rows[i]]
             assert row is not None
             if row.counts is not None:

@@ -1,12 +1,14 @@
 """`ModelRunner`: one rank. Loads its part of the model, owns its KV cache, and runs the steps that the plans describe.
 
-Made by an executor, in this order: construct (loads the weights), `capacity()`, `allocate(...)`, then `step(plan)`.
+Made by an executor, in this order: construct (loads the weights), `capacity()`, `allocate(...)`, then per step
+`launch(plan)`. On a CPU that runs it; on a GPU it is on its way then, and further steps may be launched behind it.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -23,7 +25,8 @@ from nanoinfer.models.qwen3 import Qwen3ForCausalLM
 from nanoinfer.step import KVCacheCapacity, SchedulerOutput, StepResult, TokenLogprobs
 from nanoinfer.worker.cuda_graph import DecodeGraphs, graph_factory, graph_sizes
 from nanoinfer.worker.decode_replay import DecodeReplay
-from nanoinfer.worker.device_runner import DeviceRunner
+from nanoinfer.worker.device_runner import DeviceRunner, checked
+from nanoinfer.worker.download import Download
 from nanoinfer.worker.gpu_memory import GPUMemory, graph_bytes, num_gpu_blocks, run_largest_step
 from nanoinfer.worker.input_batch import InputBatch, PromptPart
 from nanoinfer.worker.kv_cache import available_memory, num_cpu_blocks, return_freed_memory
@@ -33,6 +36,29 @@ logger = logging.getLogger(__name__)
 # Rows whose logits are computed at once for prompt logprobs.
 _PROMPT_ROWS = 32
 _DEFAULT_BATCHED_TOKENS = {"cpu": 1024, "cuda": 8192}
+
+
+class LaunchedStep:
+    """A step that has been launched.
+
+    result: of it, but for the tokens of `seq_ids` that `tokens` will bring.
+    """
+
+    def __init__(self, result: StepResult, seq_ids: Sequence[int] = (), tokens: Download | None = None) -> None:
+        self._result, self._seq_ids, self._tokens = result, seq_ids, tokens
+
+    def is_over(self) -> bool:
+        return self._tokens is None or self._tokens.is_over()
+
+    def result(self) -> StepResult:
+        """Waits for it. Raises FloatingPointError if its logits were not finite."""
+        if self._tokens is not None:
+            self._result.token_ids.update(_by_sequence(self._seq_ids, checked(self._tokens.tolist())))
+        return self._result
+
+
+def _by_sequence(seq_ids: Sequence[int], token_ids: list[int]) -> dict[int, list[int]]:
+    return {seq_id: [token_id] for seq_id, token_id in zip(seq_ids, token_ids, strict=True)}
 
 
 class ModelRunner:
@@ -160,15 +186,27 @@ class ModelRunner:
         assert self._kv_cache is not None, "kv_cache before allocate"
         return self._kv_cache
 
-    @torch.inference_mode()
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step may still run when `launch` has returned. Known once `allocate` has run."""
+        return self._device_runner is not None
+
     def step(self, plan: SchedulerOutput) -> StepResult:
-        """Runs one plan. After an exception the rows are uncertain: the next plan must set `forget_all`."""
-        assert self._batch is not None, "step before allocate"
+        return self.launch(plan).result()
+
+    @torch.inference_mode()
+    def launch(self, plan: SchedulerOutput) -> LaunchedStep:
+        """Starts one plan. After an exception the rows are uncertain: the next plan must set `forget_all`."""
+        assert self._batch is not None, "launch before allocate"
         self._batch.apply(plan)
         if not plan.num_scheduled_tokens:
-            return StepResult()
+            return LaunchedStep(StepResult())
+        token_ids: list[int] | None
         if self._device_runner is not None:
-            rows, token_ids, logprobs, hidden = self._device_runner.step(plan, self._batch)
+            rows, download, logprobs, hidden = self._device_runner.launch(plan, self._batch)
+            token_ids = None
+            if download is not None and self._batch.needs_tokens(rows):
+                token_ids = checked(download.tolist())
         else:
             rows, batch = self._batch.build(plan)
             batch.plan = self.backend.plan(batch, self.block_size)
@@ -176,15 +214,15 @@ class ModelRunner:
             logits = self.compute_logits(hidden, batch.logits_indices)
             token_ids, logprobs = self.sample(logits, self._batch.sampling(rows)) if len(rows.sampled) else ([], {})
         self._batch.commit(rows, token_ids)
-        result = StepResult()
-        for i, position in enumerate(rows.sampled.tolist()):
-            result.token_ids[rows.seq_ids[position]] = [token_ids[i]]
-            if i in logprobs:
-                result.logprobs[rows.seq_ids[position]] = [logprobs[i]]
+        seq_ids = [rows.seq_ids[position] for position in rows.sampled.tolist()]
+        result = StepResult(logprobs={seq_ids[i]: [entry] for i, entry in logprobs.items()})
         for part in rows.prompts:
             assert hidden is not None
             result.prompt_logprobs[part.seq_id] = self._prompt_logprobs(hidden, part)
-        return result
+        if token_ids is None:
+            return LaunchedStep(result, seq_ids, download)
+        result.token_ids.update(_by_sequence(seq_ids, token_ids))
+        return LaunchedStep(result)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states of all of the step's tokens, whose keys and values are stored."""

@@ -31,7 +31,7 @@ _GROUPS = {
         "gpu_memory_utilization", "kvcache_block_size", "num_kvcache_blocks", "cpu_kvcache_gib",
         "kv_cache_dtype", "enable_prefix_caching",
     ),
-    "scheduling": ("max_num_seqs", "max_num_batched_tokens", "step_timeout", "load_timeout"),
+    "scheduling": ("max_num_seqs", "max_num_batched_tokens", "async_scheduling", "step_timeout", "load_timeout"),
     "parallel": ("tensor_parallel_size", "distributed_executor_backend"),
 }  # fmt: skip
 _UNITS = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
