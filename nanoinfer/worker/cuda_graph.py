@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from nanoinfer.attention.upload import upload
+from nanoinfer.attention.upload import upload_to
 
 logger = logging.getLogger(__name__)
 
@@ -106,8 +106,7 @@ class DecodeGraphs:
         size = self.size_for(n)
         padded = np.full((2, size), -1, np.int32)
         padded[0, :n], padded[1, :n] = rows, num_computed
-        (inputs,) = upload([padded], self._device)
-        self._inputs[size].copy_(inputs.view(2, size))
+        upload_to(self._inputs[size], padded)
         self._graphs[size].replay()
         tokens, logits = self._outputs[size]
         return tokens[:n], logits[:n]
