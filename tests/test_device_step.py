@@ -1,12 +1,11 @@
-"""A GPU's step without a GPU: fake "cuda" tensors, the graph manager over a stand-in, memory by made-up numbers, which
-backend is chosen, and the start-up checks. What needs the interpreter is in triton_engine_cases.py.
+"""A GPU's step without a GPU: fake "cuda" tensors, memory by made-up numbers, which backend is chosen, and the start-up
+checks. What needs the interpreter is in triton_engine_cases.py.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,6 @@ from nanoinfer.models.qwen3 import Qwen3ForCausalLM
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.step import NewSequence, SchedulerOutput
 from nanoinfer.worker import device_runner
-from nanoinfer.worker.cuda_graph import DecodeGraphs, graph_factory, graph_sizes
 from nanoinfer.worker.device_runner import DeviceRunner
 from nanoinfer.worker.gpu_memory import GPUMemory, num_gpu_blocks
 from nanoinfer.worker.input_batch import InputBatch
@@ -189,61 +187,6 @@ def test_a_mixed_step_s_decodes_are_sorted_by_length() -> None:
     decodes = backend.plan(batch, 16).decodes  # type: ignore[attr-defined]
     assert decodes.seq_lens.tolist() == [9, 5, 3]
     assert decodes.rows.tolist() == [1, 7, 0] and decodes.block_tables.tolist() == [[1], [3], [0]]
-
-
-# --- Graphs ------------------------------------------------------------------------------------------------------
-
-
-@given(st.integers(1, 2000))
-def test_every_batch_has_a_graph_and_few_sizes_suffice(max_num_seqs: int) -> None:
-    sizes = graph_sizes(max_num_seqs)
-    assert sizes == sorted(set(sizes)) and sizes[-1] == max_num_seqs and len(sizes) <= 22
-    graphs = DecodeGraphs(lambda inputs: (inputs, inputs), sizes, torch.device("cpu"), StandInGraph)
-    for n in {1, 2, 3, max_num_seqs // 2 + 1, max_num_seqs - 1, max_num_seqs} & set(range(1, max_num_seqs + 1)):
-        size = graphs.size_for(n)
-        assert size == min(s for s in sizes if s >= n)
-        assert size <= max(2 * n, n + 256)
-
-
-def test_seventeen_of_twenty() -> None:
-    graphs = DecodeGraphs(lambda inputs: (inputs, inputs), graph_sizes(20), torch.device("cpu"), StandInGraph)
-    assert graph_sizes(20) == [1, 2, 4, 8, 16, 20] and graphs.size_for(17) == 20
-
-
-class StandInGraph:
-    def capture(self, function: Callable[[], None]) -> None:
-        function()
-        self.function = function
-
-    def replay(self) -> None:
-        self.function()
-
-
-def test_graphs_are_captured_largest_first_and_see_padding_as_row_minus_one() -> None:
-    seen: list[torch.Tensor] = []
-
-    def decode(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        seen.append(inputs.clone())
-        return inputs[0].long() * 100 + inputs[1], inputs.T.float()
-
-    graphs = DecodeGraphs(decode, graph_sizes(20), torch.device("cpu"), StandInGraph)
-    graphs.capture()
-    assert [inputs.shape[1] for inputs in seen] == [20, 16, 8, 4, 2, 1]
-    assert all(bool((inputs == -1).all()) for inputs in seen), "capturing must touch no sequence"
-    rows = np.array([3, 0, 7, 5, 1])
-    tokens, logits = graphs.run(rows, np.array([10, 11, 12, 13, 14]))
-    assert seen[-1].tolist() == [[3, 0, 7, 5, 1, -1, -1, -1], [10, 11, 12, 13, 14, -1, -1, -1]]
-    assert tokens.tolist() == [310, 11, 712, 513, 114] and logits.shape == (5, 2)
-    # Rows of an earlier, larger batch do not stay behind as padding.
-    graphs.run(rows[:3], np.array([1, 2, 3]))
-    graphs.run(rows, np.array([1, 2, 3, 4, 5]))
-    assert seen[-1][0].tolist() == [3, 0, 7, 5, 1, -1, -1, -1]
-
-
-def test_enforce_eager_means_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
-    assert graph_factory("cuda", enforce_eager=True) is None and graph_factory("cpu", enforce_eager=False) is None
-    assert graph_factory("cuda", enforce_eager=False) is not None
 
 
 # --- Memory ------------------------------------------------------------------------------------------------------
