@@ -64,7 +64,8 @@ def run_in_process(part: str, machine: Machine | None, seconds: float) -> tuple[
     """What the part found, and the end of what it said if it failed."""
     command = [sys.executable, "-m", "nanoinfer.bench.gpu_check", part, json.dumps(machine and asdict(machine))]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = subprocess.Popen(command, stdout=out, stderr=err)
+        # Where this package is found, wherever bench.py was called from.
+        process = subprocess.Popen(command, stdout=out, stderr=err, cwd=Path(__file__).parents[2])
         failure = None
         try:
             status = process.wait(seconds)
