@@ -100,18 +100,21 @@ def paged_decode_kernel(
     best = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_GROUP], tl.float32)
     acc = tl.zeros([BLOCK_GROUP, BLOCK_DIM], tl.float32)
+    table = block_tables + seq.to(tl.int64) * table_stride
     for first in range(start, stop, TILE):
-        position = first + tl.arange(0, TILE)
-        visible = position < stop
-        block = tl.load(block_tables + seq.to(tl.int64) * table_stride + position // BLOCK_SIZE, mask=visible, other=0)
+        visible = first + tl.arange(0, TILE) < stop
+        # Beyond the end, the last key again: it costs no memory traffic, where masks on loads cost instructions.
+        position = tl.minimum(first + tl.arange(0, TILE), stop - 1)
+        block = tl.load(table + position // BLOCK_SIZE)
         slot = ((block.to(tl.int64) * num_kv_heads + kv_head) * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_DIM
-        keys = tl.load(k_cache + slot[None, :] + dim[:, None], mask=visible[None, :] & in_dim[:, None], other=0.0)
+        k_source, v_source = k_cache + slot[None, :] + dim[:, None], v_cache + slot[:, None] + dim[None, :]
+        keys = tl.load(k_source) if HEAD_DIM == BLOCK_DIM else tl.load(k_source, mask=in_dim[:, None], other=0.0)
         scores = tl.dot(queries, keys, input_precision=PRECISION) * scale
         scores = tl.where(visible[None, :], scores, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, axis=1))
         weights = tl.exp2(scores - new_best[:, None])
         decay = tl.exp2(best - new_best)
-        values = tl.load(v_cache + slot[:, None] + dim[None, :], mask=visible[:, None] & in_dim[None, :], other=0.0)
+        values = tl.load(v_source) if HEAD_DIM == BLOCK_DIM else tl.load(v_source, mask=in_dim[None, :], other=0.0)
         acc = tl.dot(weights.to(values.dtype), values, acc * decay[:, None], input_precision=PRECISION)
         total = total * decay + tl.sum(weights, axis=1)
         best = new_best
