@@ -1,15 +1,12 @@
-"""A GPU's step without a GPU: fake "cuda" tensors, the graph manager over a stand-in, memory by made-up numbers, which
-backend is chosen, and the start-up checks. What needs the interpreter is in triton_engine_cases.py.
+"""A GPU's step without a GPU: fake "cuda" tensors, memory by made-up numbers, which backend is chosen, and the start-up
+checks. What needs the interpreter is in triton_engine_cases.py.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import sys
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 from unittest.mock import Mock, call
@@ -20,6 +17,7 @@ import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_cuda_graph import StandInGraph
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -35,9 +33,6 @@ from nanoinfer.attention.base import ForwardBatch
 from nanoinfer.attention.cpu import CPUAttention
 from nanoinfer.attention.flash_attn import FlashAttention
 from nanoinfer.attention.triton import TritonAttention
-from nanoinfer.bench import gpu_check, throughput
-from nanoinfer.bench.gpu_check import Figure
-from nanoinfer.bench.machine import Machine
 from nanoinfer.config import EngineConfig, ModelConfig, SchedulerConfig
 from nanoinfer.distributed.group import ParallelGroups
 from nanoinfer.distributed.launch import check_devices
@@ -47,7 +42,7 @@ from nanoinfer.models.qwen3 import Qwen3ForCausalLM
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.step import NewSequence, SchedulerOutput
 from nanoinfer.worker import cuda_graph, device_rows, device_runner
-from nanoinfer.worker.cuda_graph import DecodeGraphs, graph_factory, graph_sizes
+from nanoinfer.worker.cuda_graph import DecodeGraphs, graph_sizes
 from nanoinfer.worker.device_runner import DeviceRunner
 from nanoinfer.worker.download import Download
 from nanoinfer.worker.gpu_memory import GPUMemory, num_gpu_blocks
@@ -116,8 +111,8 @@ def fake_runner(mode: FakeTensorMode, kind: type[Runner]) -> Runner:
 
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is for Linux on x86-64")
-KERNELS = {"norm_rotate_store", "paged_decode", "rms_norm", "add_rms_norm", "silu_and_mul", "row_argmax", "draw"}
-KERNELS |= {"segment_sums", "sampling_threshold", "store_tokens"}
+KERNELS = {"norm_rotate_store", "paged_decode", "rms_norm", "add_rms_norm", "silu_and_mul", "row_argmax", "choose"}
+KERNELS |= {"segment_sums", "sampling_threshold", "store_tokens", "rotary"}
 
 
 @needs_triton
@@ -242,8 +237,9 @@ def launched(
     monkeypatch.setattr(torch.cuda, "synchronize", wait)
     monkeypatch.setattr(torch.cuda.Stream, "synchronize", wait)
     monkeypatch.setattr(torch.cuda.Event, "synchronize", wait)
-    for module in (device_runner, device_rows, triton, cuda_graph):
+    for module in (device_runner, device_rows, triton):
         monkeypatch.setattr(module, "upload", upload)
+    monkeypatch.setattr(cuda_graph, "upload_to", lambda target, array: None)
     if request.param == "graphs":
         runner.graphs = DecodeGraphs(runner.decode, graph_sizes(8), runner.device, StandInGraph)
         with mode, torch.inference_mode(), Indexing():
@@ -356,59 +352,38 @@ def test_what_is_on_its_way_is_not_overwritten_with_its_source() -> None:
     assert download.is_over() and download.tolist() == [1, 2]
 
 
-# --- Graphs ------------------------------------------------------------------------------------------------------
+# --- Long contexts first ------------------------------------------------------------------------------------------
 
 
-@given(st.integers(1, 2000))
-def test_every_batch_has_a_graph_and_few_sizes_suffice(max_num_seqs: int) -> None:
-    sizes = graph_sizes(max_num_seqs)
-    assert sizes == sorted(set(sizes)) and sizes[-1] == max_num_seqs and len(sizes) <= 22
-    graphs = DecodeGraphs(lambda inputs: (inputs, inputs), sizes, torch.device("cpu"), StandInGraph)
-    for n in {1, 2, 3, max_num_seqs // 2 + 1, max_num_seqs - 1, max_num_seqs} & set(range(1, max_num_seqs + 1)):
-        size = graphs.size_for(n)
-        assert size == min(s for s in sizes if s >= n)
-        assert size <= max(2 * n, n + 256)
+def test_a_decode_step_s_rows_are_sorted_by_length() -> None:
+    """Attention's programs start in the order of the batch; a long one that starts late keeps all others waiting."""
+    batch = InputBatch(8, 64, 16, 320)
+    lengths = {7: 5, 3: 40, 9: 17, 4: 40}
+    new = [
+        NewSequence(seq_id, list(range(n)), n, 0, list(range(-(-(n + 1) // 16))), SamplingParams(), seq_id, ())
+        for seq_id, n in lengths.items()
+    ]
+    plan = SchedulerOutput(new=new, num_scheduled_tokens=lengths)
+    batch.apply(plan)
+    assert batch.decodes(plan) is None
+    step, _ = batch.build(plan)
+    batch.commit(step, [1, 1, 1, 1])
+    decode = batch.decodes(SchedulerOutput(num_scheduled_tokens=dict.fromkeys(lengths, 1)))
+    assert decode is not None and decode.seq_ids == [3, 4, 9, 7]
+    assert decode.rows.tolist() == [batch.row_of(seq_id) for seq_id in decode.seq_ids]
+    assert batch.num_computed(decode.rows).tolist() == [40, 40, 17, 5]
 
 
-def test_seventeen_of_twenty() -> None:
-    graphs = DecodeGraphs(lambda inputs: (inputs, inputs), graph_sizes(20), torch.device("cpu"), StandInGraph)
-    assert graph_sizes(20) == [1, 2, 4, 8, 16, 20] and graphs.size_for(17) == 20
-
-
-class StandInGraph:
-    def capture(self, function: Callable[[], None]) -> None:
-        function()
-        self.function = function
-
-    def replay(self) -> None:
-        self.function()
-
-
-def test_graphs_are_captured_largest_first_and_see_padding_as_row_minus_one() -> None:
-    seen: list[torch.Tensor] = []
-
-    def decode(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        seen.append(inputs.clone())
-        return inputs[0].long() * 100 + inputs[1], inputs.T.float()
-
-    graphs = DecodeGraphs(decode, graph_sizes(20), torch.device("cpu"), StandInGraph)
-    graphs.capture()
-    assert [inputs.shape[1] for inputs in seen] == [20, 16, 8, 4, 2, 1]
-    assert all(bool((inputs == -1).all()) for inputs in seen), "capturing must touch no sequence"
-    rows = np.array([3, 0, 7, 5, 1])
-    tokens, logits = graphs.run(rows, np.array([10, 11, 12, 13, 14]))
-    assert seen[-1].tolist() == [[3, 0, 7, 5, 1, -1, -1, -1], [10, 11, 12, 13, 14, -1, -1, -1]]
-    assert tokens.tolist() == [310, 11, 712, 513, 114] and logits.shape == (5, 2)
-    # Rows of an earlier, larger batch do not stay behind as padding.
-    graphs.run(rows[:3], np.array([1, 2, 3]))
-    graphs.run(rows, np.array([1, 2, 3, 4, 5]))
-    assert seen[-1][0].tolist() == [3, 0, 7, 5, 1, -1, -1, -1]
-
-
-def test_enforce_eager_means_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
-    assert graph_factory("cuda", enforce_eager=True) is None and graph_factory("cpu", enforce_eager=False) is None
-    assert graph_factory("cuda", enforce_eager=False) is not None
+@needs_triton
+def test_a_mixed_step_s_decodes_are_sorted_by_length() -> None:
+    backend = TritonAttention(4, 2, 32)
+    backend.allocate(1, 1, 16, torch.bfloat16, "cpu")
+    starts, lens = torch.tensor([0, 1, 2, 7, 8]).int(), torch.tensor([3, 9, 20, 5]).int()
+    nothing = torch.zeros(8, dtype=torch.int64)
+    batch = ForwardBatch(nothing, nothing, starts, lens, torch.arange(4).int().view(4, 1), nothing, nothing, 5, 64)
+    decodes = backend.plan(batch, 16).decodes  # type: ignore[attr-defined]
+    assert decodes.seq_lens.tolist() == [9, 5, 3]
+    assert decodes.rows.tolist() == [1, 7, 0] and decodes.block_tables.tolist() == [[1], [3], [0]]
 
 
 # --- Memory ------------------------------------------------------------------------------------------------------
@@ -538,55 +513,3 @@ def test_each_rank_needs_a_gpu() -> None:
     check_devices(2, 4)
     with pytest.raises(ValueError, match=r"tensor_parallel_size is 4, and torch sees 2 CUDA device\(s\).*CUDA_VISIBLE"):
         check_devices(4, 2)
-
-
-# --- The check on a real card --------------------------------------------------------------------------------------
-
-
-def test_the_check_survives_failing_parts_and_stops_in_time() -> None:
-    now = [0.0]
-
-    def run(part: str, machine: Machine | None, seconds: float) -> list[Figure]:
-        now[0] += 100
-        if part == "machine":
-            return [Figure(part, "read", 4000.0, "GB/s"), Figure(part, "gemm", 800.0, "TFLOP/s")]
-        assert machine == Machine(4000.0, 800.0)
-        if part == "kernels":
-            raise RuntimeError("an illegal memory access was encountered")
-        return [Figure(part, "something", 3000.0, "GB/s", 4000.0, 0.75, False)]
-
-    figures, failures = gpu_check.check(run, budget=290, clock=lambda: now[0])
-    assert [figure.part for figure in figures] == ["machine", "machine", "equality"]
-    assert failures["kernels"] == "an illegal memory access was encountered"
-    assert set(failures) == set(gpu_check.PARTS) - {"machine", "equality"} and "time was up" in failures["steps"]
-    lines = gpu_check.table(figures, failures).splitlines()
-    assert any(line.startswith("kernels") and "illegal memory access" in line for line in lines)
-    assert any("75.0%" in line and "4000" in line and "MISSED" in line for line in lines)
-
-
-def test_a_part_that_dies_in_its_process_is_a_failure_with_its_last_words() -> None:
-    with pytest.raises(RuntimeError, match="no_such_part"):
-        gpu_check.run_in_process("no_such_part", Machine(1.0, 1.0), 60)
-
-
-def test_the_report_is_written_and_the_status_tells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
-
-    def run(missed: str, part: str, machine: Machine | None, seconds: float) -> list[Figure]:
-        rates = [Figure(part, "read", 4000.0, "GB/s"), Figure(part, "gemm", 800.0, "TFLOP/s")]
-        return rates if part == "machine" else [Figure(part, "x", 1.0, "ms", passed=part != missed)]
-
-    for missed, status in (("", 0), ("steps", 1)):
-        assert gpu_check.main(partial(run, missed), str(tmp_path / "out.json")) == status
-    report = json.loads((tmp_path / "out.json").read_text())
-    assert report["device"] == "a card" and len(report["figures"]) == 2 + len(gpu_check.PARTS) - 1
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to check")
-def test_without_a_gpu_the_check_says_so_and_fails(capsys: Any, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        throughput.main(["--gpu-check"])
-    assert exit_.value.code == 2
-    captured = capsys.readouterr()
-    assert "no GPU" in captured.err and captured.out == ""

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.layers.sampler import Penalty, SamplingBatch, TokenCounts, VocabShard, sample, uniforms
+from nanoinfer.layers.sampler import Penalty, SamplingBatch, TokenCounts, VocabShard, row_logprobs, sample, uniforms
 
 V = 320
 
@@ -306,6 +306,17 @@ def test_ranks_with_slices_of_the_vocabulary_draw_what_one_rank_draws(size: int)
         for row, entry in logprobs.items():
             assert entry.token_ids == expected_logprobs[row].token_ids and entry.ranks == expected_logprobs[row].ranks
             np.testing.assert_allclose(entry.logprobs, expected_logprobs[row].logprobs, atol=1e-5)
+
+
+def test_logprobs_of_more_rows_than_are_worked_on_at_once() -> None:
+    raw = torch.randn(70, 50, generator=torch.Generator().manual_seed(0)).bfloat16()
+    chosen, rows = torch.arange(70) % 50, [3 * i for i in range(70)]
+    found = row_logprobs(raw, chosen, rows, {row: row % 4 for row in rows}, VocabShard())
+    exact = raw.double().log_softmax(dim=-1)
+    assert list(found) == rows
+    for i, row in enumerate(rows):
+        assert found[row].token_ids[0] == int(chosen[i]) and len(found[row].token_ids) == 1 + row % 4
+        np.testing.assert_allclose(found[row].logprobs, exact[i, found[row].token_ids].numpy(), atol=1e-5)
 
 
 def test_logprobs_are_of_the_raw_distribution() -> None:

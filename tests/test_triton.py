@@ -1,4 +1,5 @@
-"""Triton without a GPU: the interpreter's tests, in processes of their own, and what compiling ahead of time says."""
+"""Triton without a GPU, in processes of their own: the interpreter's tests, those of launches that run nothing, and
+what compiling ahead of time says."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 
@@ -19,7 +22,7 @@ TESTS = Path(__file__).resolve().parent
 SHARED_LIMIT = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 
 
-CASES = ("triton_engine_cases.py", "triton_cases.py")
+CASES = ("triton_engine_cases.py", "triton_cases.py", "triton_launch_cases.py")
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +50,7 @@ def processes() -> Iterator[dict[str, subprocess.Popen[str]]]:
 
 
 @pytest.mark.parametrize("cases", CASES)
-def test_in_the_interpreter(processes: dict[str, subprocess.Popen[str]], cases: str) -> None:
+def test_in_a_process_of_its_own(processes: dict[str, subprocess.Popen[str]], cases: str) -> None:
     said, _ = processes[cases].communicate(timeout=300)
     assert processes[cases].returncode == 0, said[-8000:]
     assert " passed" in said and "skipped" not in said, said
@@ -66,15 +69,17 @@ def test_every_kernel_compiles_for_every_generation_and_spills_nothing(
             "rms_norm_kernel", "silu_and_mul_kernel", "norm_rotate_store_kernel", "store_kv_kernel",
             "paged_decode_kernel", "merge_splits_kernel", "paged_prefill_kernel", "prepare_decode_kernel",
             "store_tokens_kernel", "partial_argmax_kernel", "merge_argmax_kernel", "segment_sums_kernel",
-            "draw_kernel", "threshold_kernel", "penalize_kernel",
+            "draw_kernel", "threshold_kernel", "penalize_kernel", "rotary_kernel",
         }  # fmt: skip
         assert sum(row[0] == "paged_decode_kernel" for row in mine) == 6, "three shapes, with splits and without"
         for name, sm, warps, registers, spilled, shared in mine:
             assert int(spilled) == 0, f"{name} spills {spilled} bytes on sm_{sm}"
             assert int(shared) <= limit, f"{name} wants {shared} bytes of shared memory on sm_{sm}"
-            # A multiprocessor has 65536 registers: so many programs of decode attention are resident at least.
-            resident = 65536 // (int(registers) * int(warps) * 32)
-            assert resident >= (3 if name == "paged_decode_kernel" else 1), f"{name}: {registers} registers on sm_{sm}"
+            # A multiprocessor has 65536 registers, and as much shared memory as a program may have, 1 KiB of it the
+            # system's per program: so many programs of decode attention are resident at least.
+            resident = min(65536 // (int(registers) * int(warps) * 32), (limit + 1024) // (int(shared) + 1024))
+            wanted = (2 if capability == 89 else 3) if name == "paged_decode_kernel" else 1
+            assert resident >= wanted, f"{name}: {registers} registers, {shared} bytes on sm_{sm}"
 
 
 def test_what_is_compiled_is_what_is_launched() -> None:
@@ -87,3 +92,26 @@ def test_what_is_compiled_is_what_is_launched() -> None:
     other = tool.launches_of(replace(tool.Shape(), num_heads=32, dtype=torch.float16))
     (decode,) = (one for one in other if one.name == "paged_decode_kernel" and one.options["NUM_SPLITS"] == 1)
     assert decode.options["GROUP"] == 4 and decode.arguments[0].dtype == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "max_seq_len", "expected"),
+    [(1, 64, 1), (1, 8192, 32), (8, 8192, 4), (20, 8192, 2), (64, 8192, 1), (256, 8192, 1)],
+)
+def test_number_of_splits(num_seqs: int, max_seq_len: int, expected: int) -> None:
+    """3 programs for each of an H200's 132 multiprocessors, 8 KV heads; 128 tokens or more each; powers of two."""
+    from nanoinfer.kernels.triton import decode
+
+    assert decode.splits_for(num_seqs, 8, max_seq_len, 132) == decode.Splits(expected)
+
+
+@given(st.integers(1, 2000), st.integers(1, 16), st.integers(1, 2**18), st.integers(1, 200))
+def test_no_program_is_alone_with_a_long_context(num_seqs: int, kv_heads: int, max_seq_len: int, num_sms: int) -> None:
+    from nanoinfer.kernels.triton import decode
+
+    splits = decode.splits_for(num_seqs, kv_heads, max_seq_len, num_sms)
+    assert splits.number & (splits.number - 1) == 0 and 1 <= splits.number <= decode.MAX_SPLITS
+    longest = max(-(-max_seq_len // splits.number), splits.min_tiles * decode.TILE)
+    assert longest <= max(2**14, decode.TILE * decode.MIN_TILES) or max_seq_len > 2**14 * decode.MAX_SPLITS
+    if splits.number > 1:
+        assert max_seq_len > splits.number // 2 * splits.min_tiles * decode.TILE, "parts that nothing could fill"

@@ -30,6 +30,7 @@ class _Decodes:
     seq_lens: torch.Tensor
     rows: torch.Tensor
     num_splits: int
+    min_tiles: int
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ class TritonAttention(AttentionBackend):
         starts, seq_lens = batch.query_start_loc.numpy(), batch.seq_lens.numpy()
         query_lens = np.diff(starts)
         single, several = np.flatnonzero(query_lens == 1), np.flatnonzero(query_lens > 1)
+        # Decode attention starts its programs in this order: none with a long context should start late.
+        single = single[np.argsort(-seq_lens[single], kind="stable")]
         assert self.dtype is not None, "plan before allocate"
         num_queries = prefill.queries_per_tile(self.dtype, self.num_heads // self.num_kv_heads)
         items = prefill.work_items(starts, several, num_queries)
@@ -87,23 +90,24 @@ class TritonAttention(AttentionBackend):
         all_lens, all_starts, chosen, rows, all_items = on_device
         decodes = prefills = None
         if len(single):
-            tables, lens = batch.block_tables, all_lens
-            if len(single) < len(seq_lens):
-                tables, lens = tables.index_select(0, chosen), lens.index_select(0, chosen)
-            decodes = _Decodes(tables, lens, rows, self._num_splits(len(single), int(seq_lens[single].max()), device))
+            tables, lens = batch.block_tables.index_select(0, chosen), all_lens.index_select(0, chosen)
+            decodes = self._decodes(tables, lens, rows, batch.max_seq_len)
         if len(several):
             prefills = _Prefills(batch.block_tables, all_lens, all_starts, all_items.view(-1, 2))
         return _Plan(decodes, prefills)
 
     def plan_decode(self, block_tables: torch.Tensor, seq_lens: torch.Tensor, max_seq_len: int) -> object:
         rows = torch.arange(len(seq_lens), dtype=torch.int32, device=seq_lens.device)
-        splits = self._num_splits(len(seq_lens), max_seq_len, seq_lens.device)
-        return _Plan(_Decodes(block_tables, seq_lens, rows, splits), None)
+        return _Plan(self._decodes(block_tables, seq_lens, rows, max_seq_len), None)
 
-    def _num_splits(self, num_seqs: int, max_seq_len: int, device: torch.device) -> int:
+    def _decodes(
+        self, block_tables: torch.Tensor, seq_lens: torch.Tensor, rows: torch.Tensor, max_seq_len: int
+    ) -> _Decodes:
         from nanoinfer.kernels.triton import decode
 
-        return decode.num_splits_for(num_seqs, self.num_kv_heads, max_seq_len, num_multiprocessors(device))
+        num_sms = num_multiprocessors(seq_lens.device)
+        splits = decode.splits_for(len(seq_lens), self.num_kv_heads, max_seq_len, num_sms)
+        return _Decodes(block_tables, seq_lens, rows, splits.number, splits.min_tiles)
 
     def prepare(
         self,
@@ -133,8 +137,8 @@ class TritonAttention(AttentionBackend):
         out = torch.empty_like(q)
         if (one := plan.decodes) is not None:
             decode.paged_decode(
-                q, *kv, one.block_tables, one.seq_lens, one.rows, out, self.scale, one.num_splits
-            )  # fmt: skip
+                q, *kv, one.block_tables, one.seq_lens, one.rows, out, self.scale, one.num_splits, one.min_tiles
+            )
         if (many := plan.prefills) is not None:
             prefill.paged_prefill(
                 q, *kv, many.block_tables, many.seq_lens, many.query_start_loc, many.items, out, self.scale

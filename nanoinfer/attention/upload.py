@@ -6,6 +6,13 @@ import numpy as np
 import torch
 
 
+def upload_to(target: torch.Tensor, array: np.ndarray) -> None:
+    """Overwrites `target`, whose dtype and number of elements the array has, as `upload` would: without a wait."""
+    staging = torch.empty(target.shape, dtype=target.dtype, pin_memory=target.device.type == "cuda")
+    staging.numpy().reshape(-1)[:] = array.reshape(-1)
+    target.copy_(staging, non_blocking=True)
+
+
 def upload(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
     """The arrays on the device, in one transfer that the host does not wait for. Shapes become flat.
 

@@ -8,6 +8,7 @@ commands until `Shutdown`. Whatever goes wrong is sent as a traceback before the
 from __future__ import annotations
 
 import faulthandler
+import gc
 import logging
 import os
 import select
@@ -121,6 +122,9 @@ def _serve(sock: socket.socket) -> None:
             runner.allocate(command.limits)
             _send(sock, Allocated())
         else:
+            # NCCL waits for the CUDA graphs that hold its collectives, so these go first. They are part of a cycle.
+            del runner
+            gc.collect()
             launch.leave()
             return
 

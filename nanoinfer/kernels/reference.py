@@ -79,6 +79,14 @@ def _int_mm_is_exact() -> bool:
     return bool((torch._int_mm(extreme, -extreme.t()) == -64 * 127 * 127).all())
 
 
+def rotary(
+    positions: torch.Tensor, inv_freq: torch.Tensor, amplitude: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of positions [T] times inv_freq [half] float32, times amplitude: [T, half] each, in `dtype`."""
+    angles = positions.float().unsqueeze(-1) * inv_freq
+    return (angles.cos() * amplitude).to(dtype), (angles.sin() * amplitude).to(dtype)
+
+
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotary embedding (Su et al., 2021), half-split. x: [T, num_heads, head_dim], cos and sin: [T, head_dim / 2]."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
@@ -267,6 +275,22 @@ def draw(
     column = torch.arange(logits.shape[1], device=logits.device)
     passed = torch.searchsorted(weights.double().cumsum(dim=-1), targets.unsqueeze(1), right=True).squeeze(1)
     return torch.minimum(passed, column.where(weights > 0, 0).amax(dim=-1))
+
+
+def choose(
+    logits: torch.Tensor,
+    best: torch.Tensor,
+    winners: torch.Tensor,
+    inverse_temperature: torch.Tensor,
+    least: torch.Tensor,
+    uniforms: torch.Tensor,
+) -> torch.Tensor:
+    """[rows] int64: `draw` at `uniforms` [rows] of all weights; winners where the inverse is 0, -1 where best is not
+    finite."""
+    weights = sampling_weights(logits, best, inverse_temperature).where(logits.float() >= least.unsqueeze(1), 0.0)
+    targets = uniforms * weights.sum(dim=-1, dtype=torch.float64)
+    drawn = draw(logits, best, inverse_temperature, least, targets)
+    return drawn.where(inverse_temperature > 0, winners).where(best.isfinite(), -1)
 
 
 def penalize(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from nanoinfer.attention.upload import upload
 from nanoinfer.layers.sampler import Bias, Penalty, SamplingBatch, VocabShard
 
 
@@ -38,37 +39,36 @@ def sample_on_device(logits: torch.Tensor, sampling: DeviceSampling, shard: Voca
     device, so a CUDA graph can hold it.
     """
     from nanoinfer.kernels.triton import sampler as kernels
+    from nanoinfer.kernels.triton import threshold
 
     tp = shard.tp
     best, winners = kernels.row_argmax(logits)
-    greedy = winners + shard.first_id
+    greedy = winners
     if tp.size > 1:
+        greedy = winners + shard.first_id
         summary = tp.all_gather(torch.stack((best.double(), greedy.double()), dim=1)).unflatten(1, (-1, 2))
         # The first of equals: ties go to the lower id.
         rank = summary[:, :, 0].argmax(dim=1, keepdim=True)
         best = summary[:, :, 0].gather(1, rank).squeeze(1).float()
         greedy = summary[:, :, 1].gather(1, rank).squeeze(1).long()
-    is_random = sampling.inverse > 0
-    inverse = sampling.inverse.where(is_random, 1.0)
-    least = torch.full_like(best, float("-inf"))
+    inverse = sampling.inverse
     if sampling.has_filters:
         # A filter looks at the whole row, so the ranks put it together.
         whole = tp.all_gather(logits.contiguous()) if tp.size > 1 else logits
-        # A greedy row needs none.
-        top_k, top_p = sampling.top_k.where(is_random, 0), sampling.top_p.where(is_random, 1.0)
-        least = kernels.sampling_threshold(whole, best, inverse, sampling.min_p, top_k, top_p)
-    sums = kernels.segment_sums(logits, best, inverse, least)
-    mine = sums.sum(dim=1, keepdim=True)
-    if tp.size == 1:
-        tokens = kernels.draw(logits, best, inverse, least, sums, sampling.uniforms * mine.squeeze(1))
+        least = threshold.sampling_threshold(whole, best, inverse, sampling.min_p, sampling.top_k, sampling.top_p)
     else:
-        ends = tp.all_gather(mine).cumsum(dim=1)
-        target = sampling.uniforms.unsqueeze(1) * ends[:, -1:]
-        owner = (ends <= target).sum(dim=1).clamp(max=tp.size - 1)
-        before = ends[:, tp.rank - 1] if tp.rank > 0 else torch.zeros_like(target[:, 0])
-        tokens = kernels.draw(logits, best, inverse, least, sums, target.squeeze(1) - before) + shard.first_id
-        tokens = tp.all_reduce(tokens.where(owner == tp.rank, 0))
-    return torch.where(best.isfinite(), torch.where(is_random, tokens, greedy), -1)
+        least = torch.full_like(best, float("-inf"))
+    sums = kernels.segment_sums(logits, best, inverse, least)
+    if tp.size == 1:
+        tokens: torch.Tensor = kernels.choose(logits, best, greedy, inverse, least, sums, sampling.uniforms)
+        return tokens
+    ends = tp.all_gather(sums.sum(dim=1, keepdim=True)).cumsum(dim=1)
+    target = sampling.uniforms.unsqueeze(1) * ends[:, -1:]
+    owner = (ends <= target).sum(dim=1).clamp(max=tp.size - 1)
+    before = ends[:, tp.rank - 1] if tp.rank > 0 else torch.zeros_like(target[:, 0])
+    drawn = kernels.draw(logits, best, inverse, least, sums, target.squeeze(1) - before) + shard.first_id
+    drawn = tp.all_reduce(drawn.where(owner == tp.rank, 0))
+    return torch.where(best.isfinite(), torch.where(inverse > 0, drawn, greedy), -1)
 
 
 def adjusted(logits: torch.Tensor, batch: SamplingBatch, shard: VocabShard) -> torch.Tensor:
@@ -127,7 +127,7 @@ def _penalize(logits: torch.Tensor, penalties: dict[int, Penalty], shard: VocabS
     columns, device = logits.shape[1], logits.device
     counts = torch.stack([p.counts.output + p.counts.in_prompt.int() * kernels.IN_PROMPT for p in penalties.values()])
     counts = counts[:, shard.first_id : shard.first_id + columns].contiguous().to(device)
-    rows = torch.tensor(list(penalties), dtype=torch.int32, device=device)
     factors = [[p.repetition, p.presence, p.frequency] for p in penalties.values()]
-    repetition, presence, frequency = torch.tensor(factors, device=device).T.contiguous()
+    arrays = [np.array(list(penalties), np.int32), *np.array(factors, np.float32).T]
+    rows, repetition, presence, frequency = upload(arrays, device)
     kernels.penalize(logits, rows, counts, repetition, presence, frequency)

@@ -74,5 +74,6 @@ class ParallelLMHead(_VocabParallel):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self.method.apply(self, hidden, None)
-        logits[:, self.num_owned :] = float("-inf")
+        if self.num_owned < self.num_rows:
+            logits[:, self.num_owned :] = float("-inf")
         return logits

@@ -11,6 +11,8 @@ import math
 import torch
 
 from nanoinfer.config import ModelConfig, YarnScaling
+from nanoinfer.kernels import reference
+from nanoinfer.kernels.select import triton_kernels
 
 
 class RotaryEmbedding:
@@ -25,10 +27,12 @@ class RotaryEmbedding:
             inv_freq = _yarn_frequencies(inv_freq, config.head_dim, config.rope_theta, config.yarn)
             self.amplitude = _yarn_amplitude(config.yarn)
         self.inv_freq = inv_freq.to(options["device"])
+        self._kernels = triton_kernels(str(options["device"]))
 
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        angles = positions.float().unsqueeze(-1) * self.inv_freq
-        return (angles.cos() * self.amplitude).to(self.dtype), (angles.sin() * self.amplitude).to(self.dtype)
+        if self._kernels is not None:
+            return self._kernels.rotary(positions, self.inv_freq, self.amplitude, self.dtype)
+        return reference.rotary(positions, self.inv_freq, self.amplitude, self.dtype)
 
 
 def _yarn_frequencies(inv_freq: torch.Tensor, head_dim: int, theta: float, yarn: YarnScaling) -> torch.Tensor:

@@ -315,6 +315,17 @@ def row_logprobs(
     raw: torch.Tensor, chosen: torch.Tensor, rows: list[int], num_best: dict[int, int], shard: VocabShard
 ) -> dict[int, TokenLogprobs]:
     """Of the raw distribution, for the rows of `raw` [n, columns], whose keys are `rows`. chosen: [n] ids."""
+    found: dict[int, TokenLogprobs] = {}
+    # A few rows at a time, since the normalizer is summed in float64.
+    for start in range(0, len(rows), _CHUNK_ROWS):
+        chunk = slice(start, start + _CHUNK_ROWS)
+        found |= _chunk_logprobs(raw[chunk].float(), chosen[chunk], rows[chunk], num_best, shard)
+    return found
+
+
+def _chunk_logprobs(
+    raw: torch.Tensor, chosen: torch.Tensor, rows: list[int], num_best: dict[int, int], shard: VocabShard
+) -> dict[int, TokenLogprobs]:
     tp = shard.tp
     normalizer = tp.all_gather(raw.double().logsumexp(dim=-1, keepdim=True)).logsumexp(dim=-1, keepdim=True)
     column = (chosen - shard.first_id).unsqueeze(1)

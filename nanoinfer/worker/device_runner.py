@@ -134,6 +134,8 @@ class DeviceRunner:
             batch, input_ids=ids, positions=positions, block_tables=tables.view(batch.block_tables.shape),
             slot_mapping=slots, logits_indices=indices,
         )  # fmt: skip
+        # The bound of all steps, so that what is launched is what the graphs have compiled.
+        sent.max_seq_len = self.limits.max_model_len
         sent.plan = self.backend.plan(sent, self.limits.block_size)
         return sent
 

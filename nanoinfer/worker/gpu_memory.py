@@ -73,7 +73,13 @@ def num_gpu_blocks(config: EngineConfig, bytes_per_block: int, memory: GPUMemory
 
 @torch.inference_mode()
 def run_largest_step(runner: DeviceRunner) -> None:
-    """A step of the whole token budget and as many sequences as may run, sampled with every filter; stores nothing."""
+    """A step of the whole token budget and as many sequences as may run; stores nothing.
+
+    It is sampled with every filter, then once more with penalties, for which logits are copied in float32 and counts
+    are sent. So what a later step may launch is compiled as well.
+    """
+    from nanoinfer.kernels.triton import inputs, sampler
+
     limits = runner.limits
     num_seqs = min(limits.max_num_seqs, limits.max_num_batched_tokens)
     share, rest = divmod(limits.max_num_batched_tokens, num_seqs)
@@ -98,7 +104,11 @@ def run_largest_step(runner: DeviceRunner) -> None:
         return torch.full((num_seqs,), value, dtype=dtype, device=logits.device)
 
     uniforms, top_k = of_all(0.5, torch.float64), of_all(50, torch.int32)
-    sample_on_device(logits, DeviceSampling(of_all(1.0), of_all(0.01), top_k, of_all(0.9), uniforms), runner.shard)
+    sampling = DeviceSampling(of_all(1.0), of_all(0.01), top_k, of_all(0.9), uniforms)
+    sample_on_device(logits, sampling, runner.shard)
+    wide, rows = logits.to(torch.float32, copy=True), torch.arange(num_seqs, dtype=torch.int32, device=logits.device)
+    sampler.penalize(wide, rows, torch.zeros_like(wide, dtype=torch.int32), of_all(1.0), of_all(0.0), of_all(0.0))
+    inputs.store_tokens(runner.rows.last_token, rows.fill_(-1), sample_on_device(wide, sampling, runner.shard))
 
 
 def graph_bytes(

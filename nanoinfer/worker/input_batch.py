@@ -57,7 +57,7 @@ class PromptPart:
 
 @dataclass(frozen=True)
 class StepRows:
-    """Which rows a plan runs, in its order. sampled: positions within `rows` of those that sample."""
+    """Which rows a plan runs, in the order of the batch. sampled: positions within `rows` of those that sample."""
 
     seq_ids: list[int]
     rows: np.ndarray
@@ -184,13 +184,17 @@ class InputBatch:
         return first[is_sampled], step.rows[is_sampled]
 
     def decodes(self, plan: SchedulerOutput) -> StepRows | None:
-        """The step's rows if each computes its last sampled token and nothing else, or None."""
+        """The step's rows if each computes its last sampled token and nothing else, or None; longest contexts first."""
         seq_ids = list(plan.num_scheduled_tokens)
         if plan.num_tokens != len(seq_ids):
             return None
         rows = np.fromiter((self._row_of[seq_id] for seq_id in seq_ids), np.int64, len(seq_ids))
-        if bool((self._num_computed[rows] < self._num_initial[rows]).any()):
+        computed = self._num_computed[rows]
+        if bool((computed < self._num_initial[rows]).any()):
             return None
+        # On a GPU, programs start in this order: none with a long context should start late.
+        order = np.argsort(-computed, kind="stable")
+        rows, seq_ids = rows[order], [seq_ids[i] for i in order.tolist()]
         return StepRows(seq_ids, rows, np.ones(len(rows), np.int64), np.arange(len(rows)), [], plan.bitmasks)
 
     def build(self, plan: SchedulerOutput) -> tuple[StepRows, ForwardBatch]:

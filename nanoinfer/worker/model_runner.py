@@ -74,6 +74,9 @@ class ModelRunner:
         self.kv_dtype = torch.int8 if config.kv_cache_dtype == "int8" else self.dtype
         check_int8(config, self.dtype, self.device, is_first_rank=groups.tp.rank == 0)
         if self.device == "cuda":
+            # What an engine before this one in the same process has left is not others' memory: it is given back.
+            gc.collect()
+            torch.cuda.empty_cache()
             self._free_at_start = torch.cuda.mem_get_info()[0]
         backend_class = select_backend(
             model_config, self.device, self.kv_dtype, config.kvcache_block_size, config.attention_backend
@@ -165,11 +168,13 @@ class ModelRunner:
         kv_cache = self.backend.allocate(layers, 1, self.block_size, self.dtype, self.device)
         kv_cache.data.zero_()
         runner = self._make_device_runner(limits, kv_cache)
-        allocated = torch.cuda.memory_allocated()
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+        reserved = torch.cuda.memory_reserved()
         run_largest_step(runner)
         torch.cuda.synchronize()
-        activations = torch.cuda.max_memory_allocated() - allocated
+        # What the allocator took from the card, not what it handed out: the rest of its segments is no one else's.
+        activations = torch.cuda.max_memory_reserved() - reserved
         torch.cuda.empty_cache()
         graphs = 0
         if (make_graph := graph_factory(self.device, self.config.enforce_eager)) is not None:

@@ -24,9 +24,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from nanoinfer.kernels.triton import activation, decode, inputs, kv_store, norm, prefill, sampler
+from nanoinfer.kernels.triton import activation, decode, inputs, kv_store, norm, prefill, rotary, sampler, threshold
 
-_MODULES: tuple[ModuleType, ...] = (activation, decode, inputs, kv_store, norm, prefill, sampler)
+_MODULES: tuple[ModuleType, ...] = (activation, decode, inputs, kv_store, norm, prefill, rotary, sampler, threshold)
 _LAUNCH_OPTIONS = ("num_warps", "num_stages", "num_ctas")
 _TYPES = {
     torch.bfloat16: "bf16",
@@ -111,16 +111,17 @@ def launches_of(
     q, logits = empty(n, heads, dim), empty(n, shape.vocab_size)
     lens, tables = empty(n, dtype=i32), empty(n, 128, dtype=i32)
     ids, row, wide = empty(n, dtype=i64), empty(n, dtype=f32), empty(n, dtype=f64)
-    with mock.patch.object(prefill, "capability_major", lambda: capability // 10), _recorded() as launches:
+    with mock.patch.object(decode, "capability_major", lambda: capability // 10), _recorded() as launches:
         norm.rms_norm(hidden, weight, 1e-6)
         norm.add_rms_norm(hidden, hidden, weight, 1e-6)
         activation.silu_and_mul(empty(n, 2 * shape.intermediate_size))
         half = empty(n, dim // 2)
+        rotary.rotary(ids, empty(dim // 2, dtype=f32), 1.0, dtype)
         qkv = empty(n, heads + 2 * kv_heads, dim)
         kv_store.norm_rotate_store(qkv, empty(dim), empty(dim), half, half, cache, cache, ids, 1e-6)
         kv_store.store_kv(qkv[:, :kv_heads], qkv[:, :kv_heads], cache, cache, ids)
         for splits in num_splits:
-            decode.paged_decode(q, cache, cache, tables, lens, lens, q, 1.0, splits)
+            decode.paged_decode(q, cache, cache, tables, lens, lens, q, 1.0, splits, decode.MIN_TILES)
         items = empty(n, 2, dtype=i32)
         prefill.paged_prefill(q, cache, cache, tables, lens, empty(n + 1, dtype=i32), items, q, 1.0)
         inputs.prepare_decode(lens, lens, ids, lens, ids, tables, shape.block_size)
@@ -128,7 +129,8 @@ def launches_of(
         sampler.row_argmax(logits)
         sums = sampler.segment_sums(logits, row, row, row)
         sampler.draw(logits, row, row, row, sums, wide)
-        sampler.sampling_threshold(logits, row, row, row, lens, row)
+        sampler.choose(logits, row, ids, row, row, sums, wide)
+        threshold.sampling_threshold(logits, row, row, row, lens, row)
         sampler.penalize(logits.float(), lens, empty(n, shape.vocab_size, dtype=i32), row, row, row)
     return launches
 

@@ -7,7 +7,6 @@ some rows may not see are masked.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanoinfer.kernels.triton import decode
 from nanoinfer.kernels.triton.decode import precision_for
 from nanoinfer.kernels.triton.operator import operator
 
@@ -31,17 +31,11 @@ class Config:
     num_stages: int
 
 
-@functools.cache
-def capability_major() -> int:
-    """Of the GPU; 9 where there is none."""
-    return torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 9
-
-
 def config_for(dtype: torch.dtype) -> Config:
     """What fits the registers without spilling; float32, for checks, fills them faster and has no tensor cores."""
     if dtype.itemsize > 2:
         return Config(rows=16, keys=32, num_warps=8, num_stages=2)
-    if capability_major() < 9:
+    if decode.capability_major() < 9:
         return Config(rows=64, keys=32, num_warps=4, num_stages=3)
     return Config(rows=128, keys=64, num_warps=8, num_stages=2)
 

@@ -1,7 +1,6 @@
 """The sampler's kernels, straight from the logits in whatever dtype they are; used by layers/device_sampler.py.
 
-Filters are thresholds on the logit, found without sorting: the order-preserving integer form of a float is built bit by
-bit from the top, each bit by counting (top_k) or weighing (top_p) what lies above.
+What top_k, top_p and min_p leave in is told by a least logit, from threshold.py.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from nanoinfer.kernels.triton.operator import operator
 SEGMENT = 512
 SEGMENTS_PER_PROGRAM = 8
 ARGMAX_BLOCK = 4096
-THRESHOLD_BLOCK = 8192
 PENALTY_BLOCK = 1024
 # In the table of counts: this bit says that the token is in the prompt; the bits below count it in the output.
 IN_PROMPT = 1 << 30
@@ -67,6 +65,22 @@ def merge_argmax_kernel(
 
 
 @triton.jit
+def _weights_at(
+    logits: tl.tensor,
+    best: tl.tensor,
+    inverse: tl.tensor,
+    least: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    columns: tl.tensor,
+    stride: tl.tensor,
+) -> tl.tensor:
+    """`weight_of` some columns of a row, zero beyond the last one."""
+    x = tl.load(logits + row * stride + column, mask=column < columns, other=float("-inf")).to(tl.float32)
+    return weight_of(x, tl.load(best + row), tl.load(inverse + row), tl.load(least + row))
+
+
+@triton.jit
 def segment_sums_kernel(
     logits: tl.tensor,
     best: tl.tensor,
@@ -82,8 +96,7 @@ def segment_sums_kernel(
     row = tl.program_id(0).to(tl.int64)
     segment = tl.program_id(1) * SEGMENTS + tl.arange(0, SEGMENTS)
     column = segment[:, None] * SEGMENT + tl.arange(0, SEGMENT)[None, :]
-    x = tl.load(logits + row * stride + column, mask=column < columns, other=float("-inf")).to(tl.float32)
-    weights = weight_of(x, tl.load(best + row), tl.load(inverse + row), tl.load(least + row))
+    weights = _weights_at(logits, best, inverse, least, row, column, columns, stride)
     # Added in float64: the boundaries of tokens must not depend on the order of additions.
     tl.store(sums + row * num_segments + segment, tl.sum(weights.to(tl.float64), axis=1), mask=segment < num_segments)
 
@@ -92,6 +105,7 @@ def segment_sums_kernel(
 def draw_kernel(
     logits: tl.tensor,
     best: tl.tensor,
+    winners: tl.tensor,
     inverse: tl.tensor,
     least: tl.tensor,
     sums: tl.tensor,
@@ -102,115 +116,33 @@ def draw_kernel(
     num_segments: tl.tensor,
     SEGMENT: tl.constexpr,
     BLOCK_SEGMENTS: tl.constexpr,
+    CHOOSE: tl.constexpr,
 ) -> None:
-    """The column at which the cumulative weight passes the target: its segment first, then the token within."""
+    """The column at which the cumulative weight passes the target: its segment first, then the token within.
+
+    CHOOSE: targets are shares of the row's sum; greedy rows and those that are not finite are seen to as well.
+    """
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row)
     index = tl.arange(0, BLOCK_SEGMENTS)
     part = tl.load(sums + row * num_segments + index, mask=index < num_segments, other=0.0)
+    if CHOOSE:
+        target *= tl.sum(part, axis=0)
     ends = tl.cumsum(part, axis=0)
     # Sums in another order may differ in the last bit: stay on the last segment and token that can be drawn.
     segment = tl.sum(((ends <= target) & (index < num_segments)).to(tl.int32), axis=0)
     segment = tl.minimum(segment, tl.max(tl.where(part > 0, index, 0), axis=0))
     before = tl.sum(tl.where(index == segment - 1, ends, 0.0), axis=0)
     offset = tl.arange(0, SEGMENT)
-    column = segment * SEGMENT + offset
-    x = tl.load(logits + row * stride + column, mask=column < columns, other=float("-inf")).to(tl.float32)
-    weights = weight_of(x, tl.load(best + row), tl.load(inverse + row), tl.load(least + row))
+    weights = _weights_at(logits, best, inverse, least, row, segment * SEGMENT + offset, columns, stride)
     inner = tl.cumsum(weights.to(tl.float64), axis=0)
     chosen = tl.sum((inner <= target - before).to(tl.int32), axis=0)
     last = tl.max(tl.where(weights > 0, offset, 0), axis=0)
-    tl.store(tokens + row, (segment * SEGMENT + tl.minimum(chosen, last)).to(tl.int64))
-
-
-@triton.jit
-def _key(x: tl.tensor) -> tl.tensor:
-    """float32 to uint32 so that the order stays: negative numbers turned over, positive ones above them."""
-    bits = x.to(tl.uint32, bitcast=True)
-    return tl.where((bits >> 31) == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
-
-
-@triton.jit
-def _amount_from(
-    logits: tl.tensor,
-    candidate: tl.tensor,
-    best: tl.tensor,
-    inverse: tl.tensor,
-    least: tl.tensor,
-    columns: tl.tensor,
-    BLOCK: tl.constexpr,
-    SHIFT: tl.constexpr,
-    WEIGH: tl.constexpr,
-) -> tl.tensor:
-    """How many columns have at least the key `candidate` (shifted by SHIFT), or what those from `least` on weigh."""
-    amount = tl.zeros([BLOCK], tl.float32)
-    for first in range(0, columns, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        inside = column < columns
-        x = tl.load(logits + column, mask=inside, other=float("-inf")).to(tl.float32)
-        is_above = inside & ((_key(x) >> SHIFT) >= candidate)
-        one = weight_of(x, best, inverse, least) if WEIGH else 1.0
-        amount += tl.where(is_above, one, 0.0)
-    return tl.sum(amount.to(tl.float64), axis=0)
-
-
-@triton.jit
-def _highest_reaching(
-    logits: tl.tensor,
-    goal: tl.tensor,
-    best: tl.tensor,
-    inverse: tl.tensor,
-    least: tl.tensor,
-    columns: tl.tensor,
-    BLOCK: tl.constexpr,
-    SHIFT: tl.constexpr,
-    WEIGH: tl.constexpr,
-) -> tl.tensor:
-    """The largest logit such that it and all above it come to `goal`, as the float that its key stands for."""
-    key = tl.zeros([], tl.uint32)
-    for step in range(32 - SHIFT):
-        candidate = key | (tl.full([], 1, tl.uint32) << (31 - SHIFT - step))
-        amount = _amount_from(logits, candidate, best, inverse, least, columns, BLOCK, SHIFT, WEIGH)
-        key = tl.where(amount >= goal, candidate, key)
-    # Of a negative number the bits that were shifted out are ones in the key.
-    low: tl.constexpr = (1 << SHIFT) - 1
-    bits = key << SHIFT
-    bits = tl.where((bits >> 31) == 1, bits & 0x7FFFFFFF, (bits | low) ^ 0xFFFFFFFF)
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def threshold_kernel(
-    logits: tl.tensor,
-    best: tl.tensor,
-    inverse: tl.tensor,
-    min_p: tl.tensor,
-    top_k: tl.tensor,
-    top_p: tl.tensor,
-    least: tl.tensor,
-    columns: tl.tensor,
-    stride: tl.tensor,
-    BLOCK: tl.constexpr,
-    SHIFT: tl.constexpr,
-) -> None:
-    """SHIFT: low bits of the keys that tell no logits apart, 16 for bf16."""
-    row = tl.program_id(0).to(tl.int64)
-    source = logits + row * stride
-    top, factor = tl.load(best + row), tl.load(inverse + row)
-    min_weight, k, p = tl.load(min_p + row), tl.load(top_k + row), tl.load(top_p + row)
-    lowest = tl.full([], float("-inf"), tl.float32)
-    if min_weight > 0:
-        # The best token weighs 1, so that a weight of min_p is a logit.
-        lowest = top + tl.log(min_weight) / factor
-    if k > 0 and k < columns:
-        kth = _highest_reaching(source, k.to(tl.float64), top, factor, lowest, columns, BLOCK, SHIFT, False)
-        lowest = tl.maximum(lowest, kth)
-    if p < 1:
-        kept = _amount_from(source, tl.zeros([], tl.uint32), top, factor, lowest, columns, BLOCK, SHIFT, True)
-        goal = kept * p.to(tl.float64)
-        pth = _highest_reaching(source, goal, top, factor, lowest, columns, BLOCK, SHIFT, True)
-        lowest = tl.maximum(lowest, pth)
-    tl.store(least + row, lowest)
+    token = (segment * SEGMENT + tl.minimum(chosen, last)).to(tl.int64)
+    if CHOOSE:
+        token = tl.where(tl.load(inverse + row) > 0, token, tl.load(winners + row))
+        token = tl.where(tl.abs(tl.load(best + row)) < float("inf"), token, -1)
+    tl.store(tokens + row, token)
 
 
 @triton.jit
@@ -265,9 +197,7 @@ def row_argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return best, winners
 
 
-def _fake_segment_sums(
-    logits: torch.Tensor, best: torch.Tensor, inverse: torch.Tensor, least: torch.Tensor
-) -> torch.Tensor:
+def _fake_segment_sums(logits: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
     return logits.new_empty(len(logits), -(-logits.shape[1] // SEGMENT), dtype=torch.float64)
 
 
@@ -287,19 +217,33 @@ def segment_sums(logits: torch.Tensor, best: torch.Tensor, inverse: torch.Tensor
     return sums
 
 
-def _fake_draw(
+def _fake_tokens(logits: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    return logits.new_empty(len(logits), dtype=torch.int64)
+
+
+def _launch_draw(
     logits: torch.Tensor,
     best: torch.Tensor,
+    winners: torch.Tensor,
     inverse: torch.Tensor,
     least: torch.Tensor,
     sums: torch.Tensor,
     targets: torch.Tensor,
+    choose: bool,
 ) -> torch.Tensor:
-    return logits.new_empty(len(logits), dtype=torch.int64)
+    tokens = _fake_tokens(logits)
+    rows, columns = logits.shape
+    if rows:
+        draw_kernel[(rows,)](
+            logits, best, winners, inverse, least, sums, targets, tokens, columns, logits.stride(0), sums.shape[1],
+            SEGMENT=SEGMENT, BLOCK_SEGMENTS=triton.next_power_of_2(sums.shape[1]), CHOOSE=choose, num_warps=4,
+        )  # fmt: skip
+    return tokens
 
 
 @operator(
-    "draw(Tensor logits, Tensor best, Tensor inverse, Tensor least, Tensor sums, Tensor targets) -> Tensor", _fake_draw
+    "draw(Tensor logits, Tensor best, Tensor inverse, Tensor least, Tensor sums, Tensor targets) -> Tensor",
+    _fake_tokens,
 )
 def draw(
     logits: torch.Tensor,
@@ -313,62 +257,30 @@ def draw(
 
     Twin: reference.draw.
     """
-    tokens = _fake_draw(logits, best, inverse, least, sums, targets)
-    rows, columns = logits.shape
-    if rows:
-        draw_kernel[(rows,)](
-            logits, best, inverse, least, sums, targets, tokens, columns, logits.stride(0), sums.shape[1],
-            SEGMENT=SEGMENT, BLOCK_SEGMENTS=triton.next_power_of_2(sums.shape[1]), num_warps=4,
-        )  # fmt: skip
-    return tokens
-
-
-def _fake_threshold(
-    logits: torch.Tensor,
-    best: torch.Tensor,
-    inverse: torch.Tensor,
-    min_p: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-) -> torch.Tensor:
-    return torch.empty_like(best)
+    return _launch_draw(logits, best, best, inverse, least, sums, targets, choose=False)
 
 
 @operator(
-    "sampling_threshold(Tensor logits, Tensor best, Tensor inverse, Tensor min_p, Tensor top_k, Tensor top_p) "
+    "choose(Tensor logits, Tensor best, Tensor winners, Tensor inverse, Tensor least, Tensor sums, Tensor uniforms) "
     "-> Tensor",
-    _fake_threshold,
+    _fake_tokens,
 )
-def sampling_threshold(
+def choose(
     logits: torch.Tensor,
     best: torch.Tensor,
+    winners: torch.Tensor,
     inverse: torch.Tensor,
-    min_p: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
+    least: torch.Tensor,
+    sums: torch.Tensor,
+    uniforms: torch.Tensor,
 ) -> torch.Tensor:
-    """[n] float32: the least logit that min_p, then top_k, then top_p leave in; -inf for rows that have no filter.
-
-    min_p, top_p: [n] float32 (0 and 1: off); top_k: [n] int32 (0: off). Rows without filter cost a few loads.
-    Twin: reference.sampling_threshold.
+    """[n] int64: `draw` at `uniforms` [n] float64 of the row's sum; the winner where inverse is 0, -1 where best is not
+    finite. best, winners: from `row_argmax`. Twin: reference.choose.
     """
-    least = _fake_threshold(logits, best, inverse, min_p, top_k, top_p)
-    if len(logits):
-        threshold_kernel[(len(logits),)](
-            logits, best, inverse, min_p, top_k, top_p, least, logits.shape[1], logits.stride(0),
-            BLOCK=THRESHOLD_BLOCK, SHIFT=16 if logits.dtype == torch.bfloat16 else 0, num_warps=16,
-        )  # fmt: skip
-    return least
+    return _launch_draw(logits, best, winners, inverse, least, sums, uniforms, choose=True)
 
 
-def _fake_penalize(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    counts: torch.Tensor,
-    repetition: torch.Tensor,
-    presence: torch.Tensor,
-    frequency: torch.Tensor,
-) -> None:
+def _fake_penalize(*tensors: torch.Tensor) -> None:
     return None
 
 

@@ -1,0 +1,222 @@
+"""What a GPU would be asked to launch, from the real launcher over a device that runs nothing: how many kernels a step
+has, that none is compiled once the engine has started, and a dry run of all parts of --gpu-check.
+
+Run by test_triton.py in a process of its own. Not collected by name.
+"""
+
+# ruff: noqa: I001
+
+from __future__ import annotations
+
+import triton_launcher  # (first: it makes the device)
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gpu_stand_in
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.attention.triton import TritonAttention
+from nanoinfer.bench import gpu_parts, workload
+from nanoinfer.bench.gpu_check import Figure
+from nanoinfer.bench.machine import Machine
+from nanoinfer.config import ModelConfig, SchedulerConfig
+from nanoinfer.distributed.group import ParallelGroups
+from nanoinfer.kernels.triton import compile as tool
+from nanoinfer.kernels.triton import norm
+from nanoinfer.layers.sampler import VocabShard
+from nanoinfer.models.qwen3 import Qwen3ForCausalLM
+from nanoinfer.worker import cuda_graph, gpu_memory, model_runner
+from nanoinfer.worker.device_runner import DeviceRunner
+
+LAYERS = 2
+SHAPE = workload.QWEN3_0_6B | {"num_hidden_layers": LAYERS, "hidden_size": 64, "intermediate_size": 96}
+SHAPE |= {"vocab_size": 12000, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+MODEL = ModelConfig.from_dict(SHAPE)
+MACHINE = Machine(4300.0, 790.0)
+
+
+@pytest.fixture(autouse=True)
+def instant_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton_launcher.compile_for_real(False)
+    monkeypatch.setattr(model_runner, "graph_factory", lambda device, eager: None if eager else gpu_stand_in.Graph)
+
+
+@pytest.fixture
+def llm(tmp_path: Path) -> Iterator[LLM]:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    options: dict[str, Any] = {"load_format": "dummy", "device": "cpu", "dtype": "bfloat16", "seed": 0}
+    options |= {"max_num_seqs": 20, "max_num_batched_tokens": 256, "num_kvcache_blocks": 1300, "max_model_len": 40000}
+    with LLM(tmp_path, **options) as made:
+        yield made
+
+
+def test_a_launch_binds_and_compiles_as_on_a_gpu() -> None:
+    triton_launcher.compile_for_real(True)
+    x = torch.ones(3, 64)
+    assert norm.rms_norm(x, torch.ones(64), 1e-6).tolist() == [[0.0] * 64] * 3, "the stand-in zeroes"
+    name, key = triton_launcher.compiled[-1]
+    assert name == "rms_norm_kernel" == triton_launcher.launched[-1] and "fp32" in key
+    with pytest.raises(TypeError):
+        norm.rms_norm_kernel[(1,)](x, x)
+
+
+class Kernels(TorchDispatchMode):
+    """Counts what runs on the device: views and allocations do not, nor does what is on the host as on a GPU."""
+
+    FREE = ("view", "select", "slice", "squeeze", "expand", "alias", "split", "flatten", "transpose", "empty", "detach")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(function).split(".")[1]
+        if not any(free in name for free in self.FREE) and not str(function).startswith("nanoinfer."):
+            self.names[name] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("num_seqs", "merges"), [(1, 1), (300, 0)])
+def test_a_decode_step_is_few_kernels(num_seqs: int, merges: int) -> None:
+    """On Qwen3-0.6B a step of one sequence is as long as its kernels are many: each takes a microsecond or two."""
+    backend, limits = TritonAttention(4, 2, 64), SchedulerConfig(300, 512, 4096, num_blocks=1, block_size=32)
+    model = Qwen3ForCausalLM(MODEL, backend, ParallelGroups.single(), torch.bfloat16, "cpu")
+    kv_cache = backend.allocate(LAYERS, 1, 32, torch.bfloat16, "cpu")
+    runner = DeviceRunner(model, backend, kv_cache, limits, VocabShard(), torch.device("cpu"))
+    triton_launcher.launched.clear()
+    with Kernels() as others:
+        runner.decode(torch.full((2, num_seqs), -1, dtype=torch.int32))
+    # A layer: two norms, q and k, attention and its merge, SiLU; four products beside them.
+    assert others.names["linear"] == 4 * LAYERS + 1
+    assert len(triton_launcher.launched) <= (5 + merges) * LAYERS + 9, Counter(triton_launcher.launched)
+    # Of torch's own: the products, and what gathers rows' settings and block tables.
+    assert others.names.total() - others.names["linear"] <= 12, others.names
+
+
+def test_nothing_is_compiled_once_the_engine_has_started(llm: LLM) -> None:
+    """Mixed steps, chunks, filters, penalties, biases, masks, one sequence and twenty: what they launch is known."""
+    runner = llm.engine.executor.runner  # type: ignore[attr-defined]
+    # As `ModelRunner.capacity` does on a GPU, before the graphs are captured.
+    gpu_memory.run_largest_step(runner._device_runner)
+    known = set(triton_launcher.compiled)
+    rng = np.random.default_rng(0)
+    kinds: list[dict[str, Any]] = [
+        {}, {"temperature": 0.0}, {"top_k": 20, "top_p": 0.95}, {"min_p": 0.1}, {"repetition_penalty": 1.2},
+        {"logit_bias": {5: 1.0}, "top_p": 0.9}, {"allowed_token_ids": [0, 4]}, {"logprobs": 3},
+    ]  # fmt: skip
+    for num_seqs in (1, 3, 20):
+        prompts = [rng.integers(1, 10000, rng.integers(1, 300)).tolist() for _ in range(num_seqs)]
+        params = [
+            SamplingParams(max_tokens=int(rng.integers(1, 9)), ignore_eos=True, **kinds[i % len(kinds)])
+            for i in range(num_seqs)
+        ]
+        llm.generate(prompts, params, use_tqdm=False)
+    assert set(triton_launcher.compiled) == known
+
+
+def test_a_whole_start_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """device="cuda" from the options to the last token, on a card of 4 GiB that has 3.5 left and then 3: what is
+    measured, and in which order, what is captured, and how large the pool is."""
+    gib, calls = 2**30, []
+
+    class Graph(gpu_stand_in.Graph):
+        def capture(self, function: Any) -> None:
+            calls.append("capture")
+            super().capture(function)
+
+    def note(name: str, value: Any = None) -> Any:
+        def call(*_: Any) -> Any:
+            calls.append(name)
+            return value() if callable(value) else value
+
+        monkeypatch.setattr(torch.cuda, name, call)
+
+    free = iter([3.5, 3.25, 3.0, 3.0, 3.0, 3.0])
+    reserved, peak = gib // 4, gib // 2
+    note("mem_get_info", lambda: (int(next(free) * gib), 4 * gib))
+    note("memory_reserved", reserved)
+    note("max_memory_reserved", peak)
+    for name in ("empty_cache", "synchronize", "reset_peak_memory_stats"):
+        note(name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(model_runner, "graph_factory", cuda_graph.graph_factory)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(cuda_graph, "CudaGraph", Graph)
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    with gpu_stand_in.CudaIsCPU():
+        options: dict[str, Any] = {"load_format": "dummy", "device": "cuda", "seed": 0, "max_model_len": 300}
+        with LLM(tmp_path, max_num_seqs=6, **options) as llm:
+            runner = llm.engine.executor.runner  # type: ignore[attr-defined]
+            assert runner.backend.name == "triton" and runner.dtype == torch.bfloat16
+            # Of 3 GiB, 0.25 for the step, 0.25 reserved, and for graphs 0.25 for the largest of four (6, 4, 2, 1) and
+            # nothing more for the others. The budget, 0.9 of 4 GiB less 0.5 of weights, would leave more.
+            room = 3 * gib - 3 * gib // 4
+            assert llm.engine.scheduler.config.num_blocks == room // (2 * LAYERS * 32 * 2 * 64 * 2)
+            outputs = llm.generate([[1, 2, 3], [4] * 40], SamplingParams(max_tokens=5, ignore_eos=True), use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [5, 5]
+    # What an engine before this one has left is given back, then what is free is looked at; nothing else is cached
+    # when the largest step's share is measured.
+    assert calls[:2] == ["empty_cache", "mem_get_info"]
+    first = calls.index("reset_peak_memory_stats")
+    assert calls[first - 1 : first + 4] == [
+        "empty_cache", "reset_peak_memory_stats", "memory_reserved", "synchronize", "max_memory_reserved",
+    ]  # fmt: skip
+    assert calls.count("capture") == 2 + 4
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts as they are, over a small model and small shapes."""
+    monkeypatch.setattr(gpu_parts, "QWEN3_0_6B", SHAPE)
+    monkeypatch.setattr(gpu_parts, "VOCAB_SIZE", 5000)
+    monkeypatch.setattr(gpu_parts, "STEPS", ((1, 40), (5, 30)))
+    monkeypatch.setattr(gpu_parts, "ATTENTION_BATCHES", (1, 32))
+    monkeypatch.setattr(gpu_parts, "ATTENTION_CONTEXTS", (100,))
+    monkeypatch.setitem(workload.PRESETS, "nano-vllm", workload.Preset(256, (2, 6), (2, 5), 4096))
+    monkeypatch.setattr("nanoinfer.worker.cuda_graph.CudaGraph", gpu_stand_in.Graph)
+    monkeypatch.setattr(torch.cuda, "Event", gpu_stand_in.Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    make = gpu_parts.LLM
+    options = {"device": "cpu", "num_kvcache_blocks": 400}
+    monkeypatch.setattr(gpu_parts, "LLM", lambda path, **others: make(path, **(others | options)))
+
+
+@pytest.mark.parametrize("part", ["kernels", "equality", "workload", "attention", "steps"])
+def test_the_parts_of_the_gpu_check_find_their_figures(small_parts: None, part: str) -> None:
+    with gpu_stand_in.CudaIsCPU():
+        figures: list[Figure] = list(getattr(gpu_parts, part)(MACHINE))
+    assert all(figure.part == part and not math.isinf(figure.value) for figure in figures)
+    names = {figure.name: figure for figure in figures}
+    assert len(names) == len(figures)
+    if part == "kernels":
+        # What runs nothing is wrong, and is found out.
+        assert len(figures) >= 17 and sum(figure.passed is False for figure in figures) >= 5
+        checked = {one.rsplit("_", 1)[0] for one in names}
+        assert {"rms", "add_rms", "silu_and", "paged", "sampling", "prepare"} <= checked
+    elif part == "equality":
+        assert [figure.passed for figure in figures if "not transformers'" in figure.name] == [False] * 4
+    elif part == "workload":
+        assert names["nano-vllm, output"].passed is False and names["nano-vllm, output"].best is not None
+    elif part == "attention":
+        assert [figure.passed is None for figure in figures] == [True, False]
+        assert all(figure.fraction == pytest.approx(figure.value / 4300) for figure in figures)
+    else:
+        assert len(figures) == 4 and names["step, batch 1, context 40"].passed is not None
+
+
+def test_every_kernel_is_in_the_ahead_of_time_compilation() -> None:
+    """A kernel that a step launches and that the compiler's report leaves out would be unbounded."""
+    reported = {launch.name for launch in tool.launches_of(tool.Shape())}
+    assert {name for name, _ in triton_launcher.compiled} <= reported
