@@ -79,9 +79,7 @@ def test_packed_linear_takes_rows_that_lie_apart_and_extreme_gates() -> None:
 
 @needs_amx_int8
 @settings(max_examples=120, deadline=None)
-@given(
-    st.integers(0, 300), st.integers(1, 200), WIDTHS, st.booleans(), st.booleans(), st.integers(0, 1000)
-)
+@given(st.integers(0, 300), st.integers(1, 200), WIDTHS, st.booleans(), st.booleans(), st.integers(0, 1000))
 def test_int8_linear_is_its_twin(rows: int, k: int, n: int, gated: bool, has_bias: bool, seed: int) -> None:
     assert KERNELS is not None
     x = randn(rows, k, seed=seed, dtype=torch.bfloat16) * randn(rows, 1, seed=seed + 1, dtype=torch.bfloat16).exp()

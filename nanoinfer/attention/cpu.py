@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from nanoinfer.attention.base import AttentionBackend, ForwardBatch, KVCache, LayerKV, Rotation
 from nanoinfer.config import ModelConfig
 from nanoinfer.kernels import reference
-from nanoinfer.kernels.cpu.ops import MAX_GROUP, MAX_HEAD_DIM, CPUKernels, huge_empty, kernels_for
+from nanoinfer.kernels.cpu.memory import huge_empty
+from nanoinfer.kernels.cpu.ops import MAX_GROUP, MAX_HEAD_DIM, CPUKernels, kernels_for
 
 # Bounds of one gather of decodes: tokens (the scratch is 2 x 8192 x 2 KiB = 32 MiB for Qwen3-0.6B), unless one
 # sequence alone is longer, and the share of them that may be padding.
@@ -28,6 +29,11 @@ _MAX_PADDED_RATIO = 1.25
 # has this many pieces to take.
 _ITEMS_PER_THREAD = 4
 _MIN_SPLIT_TOKENS = 64
+
+
+def most_parts(num_seqs: int) -> int:
+    """Bound of the parts of all contexts together."""
+    return num_seqs + _ITEMS_PER_THREAD * torch.get_num_threads()
 
 
 @dataclass(frozen=True)

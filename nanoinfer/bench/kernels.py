@@ -15,6 +15,7 @@ import torch
 
 from nanoinfer.bench.machine import Machine, measure_machine
 from nanoinfer.kernels.cpu import ops
+from nanoinfer.kernels.cpu.memory import huge_empty
 
 _TOTAL_BYTES = 1.2e9
 _PASSES = 5
@@ -103,7 +104,7 @@ def _linear_seconds(kernels: ops.CPUKernels, rows: int, k: int, n: int, int8: bo
 def _copies(weight: Weight) -> list[Weight]:
     copies = [weight]
     for _ in range(int(_TOTAL_BYTES / weight.data.nbytes)):
-        data = ops.huge_empty(tuple(weight.data.shape), weight.data.dtype)
+        data = huge_empty(tuple(weight.data.shape), weight.data.dtype)
         copies.append(dataclasses.replace(weight, data=data.copy_(weight.data)))
     return copies
 
@@ -112,7 +113,7 @@ def _decode_seconds(kernels: ops.CPUKernels, num_seqs: int, length: int) -> floa
     columns = -(-length // _BLOCK_SIZE)
     num_blocks = num_seqs * columns
     num_layers = int(_TOTAL_BYTES / (num_blocks * _BLOCK_SIZE * _KV_HEADS * _HEAD_DIM * 4)) + 1
-    kv = ops.huge_empty((2, num_layers, num_blocks, _KV_HEADS, _BLOCK_SIZE, _HEAD_DIM), torch.bfloat16)
+    kv = huge_empty((2, num_layers, num_blocks, _KV_HEADS, _BLOCK_SIZE, _HEAD_DIM), torch.bfloat16)
     kv.copy_(torch.randn(num_blocks, _KV_HEADS, _BLOCK_SIZE, _HEAD_DIM).bfloat16())
     tables = torch.randperm(num_blocks).to(torch.int32).view(num_seqs, columns)
     lens = torch.full((num_seqs,), length, dtype=torch.int32)

@@ -8,19 +8,18 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-import math
-import mmap
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from nanoinfer.kernels.cpu.build import BuildError, build_kernels
+from nanoinfer.kernels.cpu.memory import Workspace, huge_empty
+from nanoinfer.kernels.cpu.recording import Recording
 from nanoinfer.kernels.reference import LayerKV
 
 logger = logging.getLogger(__name__)
@@ -49,10 +48,6 @@ _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.int8: "int8"}
 # As in decode.cpp.
 MAX_GROUP = 16
 MAX_HEAD_DIM = 256
-_HUGE_PAGE = 2 << 20
-_MADV_POPULATE_WRITE = 23
-_POPULATED_AT_ONCE = 16 * _HUGE_PAGE
-_POPULATE_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -76,44 +71,6 @@ class Int8Weight:
     gated: bool
 
 
-class _Call(ctypes.Structure):
-    """As in replay.cpp."""
-
-    _fields_ = (("function", _POINTER), ("arguments", _INT64 * 18), ("number", _FLOAT))
-
-
-class Recording:
-    """Calls of kernels, to be made again with the same pointers, and the memory for what they write.
-
-    memory: [bytes] uint8, handed out in a ring: a result is overwritten when as much has been handed out after it.
-    """
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory
-        self.num_bytes = 0
-        self._at = 0
-        self._calls: list[_Call] = []
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        size = -(-math.prod(shape) * dtype.itemsize // 64) * 64
-        if self._at + size > len(self.memory):
-            self._at = 0
-        result = self.memory[self._at : self._at + size].view(dtype)[: math.prod(shape)].view(shape)
-        self._at += size
-        self.num_bytes += size
-        return result
-
-    def note(self, function: Any, args: tuple[int | float | None, ...]) -> None:
-        call = _Call(ctypes.cast(function, _POINTER).value)
-        whole = [int(arg or 0) for arg in args if not isinstance(arg, float)]
-        call.arguments[: len(whole)] = whole
-        call.number = next((arg for arg in args if isinstance(arg, float)), 0.0)
-        self._calls.append(call)
-
-    def calls(self) -> ctypes.Array[_Call]:
-        return (_Call * len(self._calls))(*self._calls)
-
-
 class CPUKernels:
     """The loaded library. has_amx, has_amx_int8: whether the linear kernel of bf16, and that of int8, is there."""
 
@@ -131,28 +88,29 @@ class CPUKernels:
                     self._functions[full_name] = function
 
     @contextmanager
-    def recording(self, recording: Recording) -> Iterator[None]:
-        """Meanwhile, calls of this thread are made and noted, and their results lie in the recording's memory."""
-        self._local.recording = recording
+    def using(self, workspace: Workspace, recording: Recording | None = None) -> Iterator[None]:
+        """Meanwhile, this thread's results lie in the workspace. With a recording, calls are noted and not made."""
+        self._local.workspace, self._local.recording = workspace, recording
         try:
             yield
         finally:
-            self._local.recording = None
+            self._local.workspace = self._local.recording = None
 
-    def run(self, calls: ctypes.Array[_Call]) -> None:
+    def run(self, calls: np.ndarray) -> None:
         """Makes calls that were recorded, in one go."""
-        self._functions["run_calls"](ctypes.addressof(calls), len(calls))
+        self._functions["run_calls"](calls.ctypes.data, len(calls))
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """For a kernel's result; everything that a recorded call writes must come from here."""
-        recording: Recording | None = getattr(self._local, "recording", None)
-        return torch.empty(shape, dtype=dtype) if recording is None else recording.empty(shape, dtype)
+        workspace: Workspace | None = getattr(self._local, "workspace", None)
+        return torch.empty(shape, dtype=dtype) if workspace is None else workspace.empty(shape, dtype)
 
     def _call(self, name: str, *args: int | float | None) -> None:
         function = self._functions[name]
-        function(*args)
         recording: Recording | None = getattr(self._local, "recording", None)
-        if recording is not None:
+        if recording is None:
+            function(*args)
+        else:
             recording.note(function, args)
 
     def supports(self, dtype: torch.dtype) -> bool:
@@ -367,32 +325,3 @@ def kernels_for(dtype: torch.dtype, device: str) -> CPUKernels | None:
     """The kernels, if they are there and compute in that dtype on that device."""
     kernels = load() if device == "cpu" else None
     return kernels if kernels is not None and kernels.supports(dtype) else None
-
-
-def huge_empty(shape: tuple[int, ...], dtype: torch.dtype, *, populate: bool = False) -> torch.Tensor:
-    """Uninitialized (zero) memory on huge pages where the kernel grants them: read about a fifth faster here.
-
-    populate: pages are mapped now and not at first use, as many as a few seconds allow. In a virtual machine whose host
-    has to find the memory first, one huge page was seen to take 5 ms, which a step would pay for; elsewhere it is 0.1.
-    """
-    size = math.prod(shape) * dtype.itemsize
-    if size < _HUGE_PAGE:
-        return torch.zeros(shape, dtype=dtype)
-    # Whole huge pages, from the first byte to the last: mmap promises no alignment to them.
-    whole = -(-size // _HUGE_PAGE) * _HUGE_PAGE
-    region = mmap.mmap(-1, whole + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        region.madvise(mmap.MADV_HUGEPAGE)
-    start = ctypes.addressof(ctypes.c_char.from_buffer(region))
-    if populate and sys.platform == "linux":
-        # Linux 5.14 and later; where it is refused, pages are mapped at first use.
-        first, madvise, stop = (
-            start + -start % _HUGE_PAGE,
-            ctypes.CDLL(None).madvise,
-            time.monotonic() + _POPULATE_SECONDS,
-        )
-        for at in range(first, first + whole, _POPULATED_AT_ONCE):
-            size = min(_POPULATED_AT_ONCE, first + whole - at)
-            if madvise(ctypes.c_void_p(at), ctypes.c_size_t(size), _MADV_POPULATE_WRITE) or time.monotonic() > stop:
-                break
-    return torch.frombuffer(region, dtype=dtype, count=math.prod(shape), offset=-start % _HUGE_PAGE).view(shape)
