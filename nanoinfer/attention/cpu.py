@@ -134,8 +134,10 @@ class CPUAttention(AttentionBackend):
         if self._tiled or (group <= MAX_GROUP and self.head_dim <= MAX_HEAD_DIM and kv_dtype == dtype):
             self._kernels = kernels
         shape = (2, num_layers, num_blocks, self.num_kv_heads, block_size)
-        scales = huge_empty(shape, torch.float32, populate=True) if kv_dtype == torch.int8 else None
-        return KVCache(huge_empty((*shape, self.head_dim), kv_dtype, populate=True), scales)
+        # Low blocks are handed out first.
+        parts = 2 * num_layers
+        scales = huge_empty(shape, torch.float32, mapped_parts=parts) if kv_dtype == torch.int8 else None
+        return KVCache(huge_empty((*shape, self.head_dim), kv_dtype, mapped_parts=parts), scales)
 
     def plan(self, batch: ForwardBatch, block_size: int) -> CPUPlan:
         query_lens = batch.query_start_loc.diff()

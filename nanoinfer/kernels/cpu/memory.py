@@ -10,14 +10,14 @@ import ctypes
 import math
 import mmap
 import sys
+import threading
 import time
 
 import torch
 
 _HUGE_PAGE = 2 << 20
 _MADV_POPULATE_WRITE = 23
-_POPULATED_AT_ONCE = 16 * _HUGE_PAGE
-_POPULATE_SECONDS = 3.0
+_MAPPING_SECONDS = 3.0
 _LINE = 64
 
 
@@ -55,11 +55,12 @@ def _whole_lines(num_bytes: int) -> int:
     return -(-num_bytes // _LINE) * _LINE
 
 
-def huge_empty(shape: tuple[int, ...], dtype: torch.dtype, *, populate: bool = False) -> torch.Tensor:
+def huge_empty(shape: tuple[int, ...], dtype: torch.dtype, *, mapped_parts: int = 0) -> torch.Tensor:
     """Uninitialized (zero) memory on huge pages where the kernel grants them: read about a fifth faster here.
 
-    populate: pages are mapped now and not at first use, as many as a few seconds allow. In a virtual machine whose host
-    has to find the memory first, one huge page was seen to take 5 ms, which a step would pay for; elsewhere it is 0.1.
+    mapped_parts: if not 0, pages are mapped now and not at first use, as many as a few seconds allow, and equally many
+    from the front of each of so many equal parts. In a virtual machine whose host has to find the memory first, one
+    huge page was seen to take 5 ms, which a step would pay for; elsewhere it is 0.1.
     """
     size = math.prod(shape) * dtype.itemsize
     if size < _HUGE_PAGE:
@@ -70,15 +71,28 @@ def huge_empty(shape: tuple[int, ...], dtype: torch.dtype, *, populate: bool = F
     if hasattr(mmap, "MADV_HUGEPAGE"):
         region.madvise(mmap.MADV_HUGEPAGE)
     start = ctypes.addressof(ctypes.c_char.from_buffer(region))
-    if populate and sys.platform == "linux":
-        # Linux 5.14 and later; where it is refused, pages are mapped at first use.
-        first, madvise, stop = (
-            start + -start % _HUGE_PAGE,
-            ctypes.CDLL(None).madvise,
-            time.monotonic() + _POPULATE_SECONDS,
+    offset = -start % _HUGE_PAGE
+    if mapped_parts and sys.platform == "linux":
+        part = size // mapped_parts
+        _map_pages(
+            sorted(range(start + offset, start + offset + whole, _HUGE_PAGE), key=lambda p: (p - start - offset) % part)
         )
-        for at in range(first, first + whole, _POPULATED_AT_ONCE):
-            size = min(_POPULATED_AT_ONCE, first + whole - at)
-            if madvise(ctypes.c_void_p(at), ctypes.c_size_t(size), _MADV_POPULATE_WRITE) or time.monotonic() > stop:
-                break
-    return torch.frombuffer(region, dtype=dtype, count=math.prod(shape), offset=-start % _HUGE_PAGE).view(shape)
+    return torch.frombuffer(region, dtype=dtype, count=math.prod(shape), offset=offset).view(shape)
+
+
+def _map_pages(pages: list[int]) -> None:
+    """Maps huge pages at these addresses, in this order, until all are or time is over."""
+    madvise, stop, left = ctypes.CDLL(None).madvise, time.monotonic() + _MAPPING_SECONDS, iter(pages)
+
+    def work() -> None:
+        for page in left:
+            # Linux 5.14 and later; where it is refused, pages are mapped at first use.
+            refused = madvise(ctypes.c_void_p(page), ctypes.c_size_t(_HUGE_PAGE), _MADV_POPULATE_WRITE)
+            if refused or time.monotonic() > stop:
+                return
+
+    threads = [threading.Thread(target=work) for _ in range(torch.get_num_threads())]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
