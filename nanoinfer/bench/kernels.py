@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from nanoinfer.attention.cpu import CPUAttention
 from nanoinfer.bench.machine import Machine, measure_machine
 from nanoinfer.kernels.cpu import ops
 from nanoinfer.kernels.cpu.memory import huge_empty
@@ -113,8 +114,9 @@ def _decode_seconds(kernels: ops.CPUKernels, num_seqs: int, length: int) -> floa
     columns = -(-length // _BLOCK_SIZE)
     num_blocks = num_seqs * columns
     num_layers = int(_TOTAL_BYTES / (num_blocks * _BLOCK_SIZE * _KV_HEADS * _HEAD_DIM * 4)) + 1
-    kv = huge_empty((2, num_layers, num_blocks, _KV_HEADS, _BLOCK_SIZE, _HEAD_DIM), torch.bfloat16)
-    kv.copy_(torch.randn(num_blocks, _KV_HEADS, _BLOCK_SIZE, _HEAD_DIM).bfloat16())
+    attention = CPUAttention(_HEADS, _KV_HEADS, _HEAD_DIM)
+    kv_cache = attention.allocate(num_layers, num_blocks, _BLOCK_SIZE, torch.bfloat16, "cpu")
+    kv_cache.data.copy_(torch.randn(num_blocks, _KV_HEADS, _BLOCK_SIZE, _HEAD_DIM).bfloat16())
     tables = torch.randperm(num_blocks).to(torch.int32).view(num_seqs, columns)
     lens = torch.full((num_seqs,), length, dtype=torch.int32)
     q = torch.randn(num_seqs, _HEADS, _HEAD_DIM).bfloat16()
@@ -122,7 +124,7 @@ def _decode_seconds(kernels: ops.CPUKernels, num_seqs: int, length: int) -> floa
     parts = -(-8 // num_seqs)
 
     def call(layer: int) -> None:
-        kernels.tiled_decode(q, out, (kv[0, layer], kv[1, layer]), tables, lens, rows, _HEAD_DIM**-0.5, parts)
+        kernels.tiled_decode(q, out, kv_cache.layer(layer), tables, lens, rows, _HEAD_DIM**-0.5, parts)
 
     return _best_seconds(call, num_layers)
 

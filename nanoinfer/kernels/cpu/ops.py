@@ -31,17 +31,17 @@ _SIGNATURES: dict[str, list[type]] = {
     "pack_bf16": [_POINTER, *[_INT64] * 3, _INT, _POINTER],
     "linear_int8": [_POINTER, *[_INT64] * 3, *[_POINTER] * 2, _INT64, _POINTER, _INT, _POINTER, _INT64],
     "pack_int8": [_POINTER, *[_INT64] * 3, _INT, *[_POINTER] * 2],
-    "paged_decode": [*[_POINTER] * 4, _INT64, *[_POINTER] * 2, *[_INT64] * 5, _FLOAT, _INT64, *[_POINTER] * 2],
-    "tiled_decode_bf16": [*[_POINTER] * 6, _INT64, *[_POINTER] * 2, *[_INT64] * 5, _FLOAT, _INT64, *[_POINTER] * 2],
-    "tiled_decode_int8": [*[_POINTER] * 6, _INT64, *[_POINTER] * 2, *[_INT64] * 5, _FLOAT, _INT64, *[_POINTER] * 2],
-    "paged_prefill_bf16": [*[_POINTER] * 6, _INT64, *[_POINTER] * 3, *[_INT64] * 5, _FLOAT, _INT64, _POINTER],
-    "paged_prefill_int8": [*[_POINTER] * 6, _INT64, *[_POINTER] * 3, *[_INT64] * 5, _FLOAT, _INT64, _POINTER],
+    "paged_decode": [*[_POINTER] * 4, _INT64, *[_POINTER] * 2, *[_INT64] * 6, _FLOAT, _INT64, *[_POINTER] * 2],
+    "tiled_decode_bf16": [*[_POINTER] * 6, _INT64, *[_POINTER] * 2, *[_INT64] * 6, _FLOAT, _INT64, *[_POINTER] * 2],
+    "tiled_decode_int8": [*[_POINTER] * 6, _INT64, *[_POINTER] * 2, *[_INT64] * 6, _FLOAT, _INT64, *[_POINTER] * 2],
+    "paged_prefill_bf16": [*[_POINTER] * 6, _INT64, *[_POINTER] * 3, *[_INT64] * 6, _FLOAT, _INT64, _POINTER],
+    "paged_prefill_int8": [*[_POINTER] * 6, _INT64, *[_POINTER] * 3, *[_INT64] * 6, _FLOAT, _INT64, _POINTER],
     "rms_norm": [*[_POINTER] * 3, *[_INT64] * 2, _FLOAT, _POINTER],
     "row_argmax": [_POINTER, *[_INT64] * 3, *[_POINTER] * 2],
     "segment_sums": [_POINTER, *[_INT64] * 3, *[_POINTER] * 2, _INT64, _POINTER],
-    "norm_rotate_store": [*[_POINTER] * 6, *[_INT64] * 5, _FLOAT, *[_POINTER] * 5],
-    "norm_rotate_store_tiled_bf16": [*[_POINTER] * 6, *[_INT64] * 5, _FLOAT, *[_POINTER] * 5],
-    "norm_rotate_store_tiled_int8": [*[_POINTER] * 6, *[_INT64] * 5, _FLOAT, *[_POINTER] * 5],
+    "norm_rotate_store": [*[_POINTER] * 6, *[_INT64] * 6, _FLOAT, *[_POINTER] * 5],
+    "norm_rotate_store_tiled_bf16": [*[_POINTER] * 6, *[_INT64] * 6, _FLOAT, *[_POINTER] * 5],
+    "norm_rotate_store_tiled_int8": [*[_POINTER] * 6, *[_INT64] * 6, _FLOAT, *[_POINTER] * 5],
 }
 _TYPED = {"paged_decode", "rms_norm", "norm_rotate_store", "row_argmax", "segment_sums"}
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.int8: "int8"}
@@ -181,7 +181,7 @@ class CPUKernels:
         self._call(
             f"paged_decode_{_SUFFIXES[q.dtype]}",
             q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), block_tables.data_ptr(), block_tables.stride(0),
-            seq_lens.data_ptr(), rows.data_ptr(), len(rows), num_heads, k_cache.shape[1], head_dim, k_cache.shape[2],
+            seq_lens.data_ptr(), rows.data_ptr(), len(rows), num_heads, *_geometry((k_cache, v_cache)),
             scale, splits, scratch.data_ptr(), out.data_ptr(),
         )  # fmt: skip
 
@@ -210,7 +210,7 @@ class CPUKernels:
         self._call(
             f"tiled_decode_{_SUFFIXES[kv[0].dtype]}",
             q.data_ptr(), *_pointers(kv), block_tables.data_ptr(), block_tables.stride(0), seq_lens.data_ptr(),
-            rows.data_ptr(), len(rows), num_heads, kv[0].shape[1], head_dim, kv[0].shape[2], scale, parts,
+            rows.data_ptr(), len(rows), num_heads, *_geometry(kv), scale, parts,
             memory.data_ptr(), out.data_ptr(),
         )  # fmt: skip
 
@@ -232,12 +232,12 @@ class CPUKernels:
         sequence i's queries are the rows starts[i] .. starts[i] + query_lens[i] - 1 of q. parts: shares of the work of
         one (sequence, KV head).
         """
-        num_heads, head_dim = q.shape[1:]
+        num_heads = q.shape[1]
         self._call(
             f"paged_prefill_{_SUFFIXES[kv[0].dtype]}",
             q.data_ptr(), *_pointers(kv), block_tables.data_ptr(), block_tables.stride(0), starts.data_ptr(),
-            query_lens.data_ptr(), seq_lens.data_ptr(), len(starts), num_heads, kv[0].shape[1], head_dim,
-            kv[0].shape[2], scale, parts, out.data_ptr(),
+            query_lens.data_ptr(), seq_lens.data_ptr(), len(starts), num_heads, *_geometry(kv), scale, parts,
+            out.data_ptr(),
         )  # fmt: skip
 
     def rms_norm(
@@ -269,13 +269,12 @@ class CPUKernels:
         qkv: [T, num_heads + 2 * num_kv_heads, head_dim]; cos, sin: [T, head_dim / 2]; slots: [T] int64. tiled: values
         go to the order of decode_tiled.cpp.
         """
-        num_kv_heads, block_size, head_dim = kv[0].shape[1:]
-        tokens, num_heads = qkv.shape[0], qkv.shape[1] - 2 * num_kv_heads
-        q = self.empty((tokens, num_heads, head_dim), qkv.dtype)
+        tokens, num_heads = qkv.shape[0], qkv.shape[1] - 2 * kv[0].shape[1]
+        q = self.empty((tokens, num_heads, qkv.shape[2]), qkv.dtype)
         self._call(
             f"norm_rotate_store_{'tiled_' if tiled else ''}{_SUFFIXES[kv[0].dtype]}",
             qkv.data_ptr(), q_weight.data_ptr(), k_weight.data_ptr(), cos.data_ptr(), sin.data_ptr(), slots.data_ptr(),
-            tokens, num_heads, num_kv_heads, head_dim, block_size, eps, q.data_ptr(), *_pointers(kv),
+            tokens, num_heads, *_geometry(kv), eps, q.data_ptr(), *_pointers(kv),
         )  # fmt: skip
         return q
 
@@ -304,6 +303,17 @@ class CPUKernels:
             segment, sums.data_ptr(),
         )  # fmt: skip
         return sums
+
+
+def _geometry(kv: LayerKV) -> tuple[int, int, int, int]:
+    """(num_kv_heads, head_dim, block_size, head_rows) as in common.h."""
+    _, num_kv_heads, block_size, head_dim = kv[0].shape
+    head_rows = kv[0].stride(1) // head_dim
+    rows = (num_kv_heads * head_rows, head_rows, 1)
+    for tensor in kv[:2]:
+        assert tensor.stride() == (*(count * head_dim for count in rows), 1), "a layout that the kernels don't know"
+    assert all(scales.stride() == rows for scales in kv[2:]), "scales lie otherwise than what they scale"
+    return num_kv_heads, head_dim, block_size, head_rows
 
 
 def _pointers(kv: LayerKV) -> list[int | None]:
