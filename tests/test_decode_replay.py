@@ -101,9 +101,8 @@ def test_a_result_lives_until_the_promised_bytes_have_been_handed_out(
 ) -> None:
     workspace = Workspace(num_bytes, largest)
     pieces = [workspace.empty((size,), torch.uint8) for size in sizes]
-    ring = range(workspace.memory.data_ptr(), workspace.memory.data_ptr() + len(workspace.memory))
-    assert all((piece.data_ptr() in ring) == (size <= largest) for piece, size in zip(pieces, sizes, strict=True))
-    inside = [piece for piece in pieces if piece.data_ptr() in ring]
+    assert all(workspace.holds(piece) == (size <= largest) for piece, size in zip(pieces, sizes, strict=True))
+    inside = [piece for piece in pieces if workspace.holds(piece)]
     for index, piece in enumerate(inside):
         assert piece.data_ptr() % 64 == workspace.memory.data_ptr() % 64
         piece.fill_(index % 256)

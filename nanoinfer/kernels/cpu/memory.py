@@ -50,6 +50,10 @@ class Workspace:
         self._at += size
         return result
 
+    def holds(self, result: torch.Tensor) -> bool:
+        """Whether a result lies in the ring."""
+        return 0 <= result.data_ptr() - self.memory.data_ptr() < len(self.memory)
+
 
 def _whole_lines(num_bytes: int) -> int:
     return -(-num_bytes // _LINE) * _LINE

@@ -103,7 +103,12 @@ class CPUKernels:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """For a kernel's result; everything that a recorded call writes must come from here."""
         workspace: Workspace | None = getattr(self._local, "workspace", None)
-        return torch.empty(shape, dtype=dtype) if workspace is None else workspace.empty(shape, dtype)
+        if workspace is None:
+            return torch.empty(shape, dtype=dtype)
+        result = workspace.empty(shape, dtype)
+        is_recording = getattr(self._local, "recording", None) is not None
+        assert not is_recording or workspace.holds(result), "calls that are made later need memory that is kept"
+        return result
 
     def _call(self, name: str, *args: int | float | None) -> None:
         function = self._functions[name]
