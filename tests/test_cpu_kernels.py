@@ -141,8 +141,8 @@ def paged(draw: st.DrawFn) -> dict[str, int | list[int]]:
 
 def side_by_side(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The same caches, or their scales, as `CPUAttention` lays them out."""
-    both = torch.stack((keys, values), dim=2)
-    return both[:, :, 0], both[:, :, 1]
+    both = torch.stack((keys, values), dim=1)
+    return both[:, 0], both[:, 1]
 
 
 def written_caches(case: dict, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

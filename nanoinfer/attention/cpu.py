@@ -133,13 +133,13 @@ class CPUAttention(AttentionBackend):
         # The plain kernel keeps a group's outputs of one head on its stack.
         if self._tiled or (group <= MAX_GROUP and self.head_dim <= MAX_HEAD_DIM and kv_dtype == dtype):
             self._kernels = kernels
-        # A block's keys and values lie together: scattered pieces of 128 KB are read 7 % faster than ones of 64 KB.
-        shape = (num_layers, num_blocks, self.num_kv_heads, 2, block_size)
+        # A block's values follow its keys: scattered pieces of 128 KB are read faster than ones of 64 KB.
+        shape = (num_layers, num_blocks, 2, self.num_kv_heads, block_size)
         # Low blocks are handed out first.
-        data = huge_empty((*shape, self.head_dim), kv_dtype, mapped_parts=num_layers).permute(3, 0, 1, 2, 4, 5)
+        data = huge_empty((*shape, self.head_dim), kv_dtype, mapped_parts=num_layers).permute(2, 0, 1, 3, 4, 5)
         if kv_dtype != torch.int8:
             return KVCache(data)
-        return KVCache(data, huge_empty(shape, torch.float32, mapped_parts=num_layers).permute(3, 0, 1, 2, 4))
+        return KVCache(data, huge_empty(shape, torch.float32, mapped_parts=num_layers).permute(2, 0, 1, 3, 4))
 
     def plan(self, batch: ForwardBatch, block_size: int) -> CPUPlan:
         query_lens = batch.query_start_loc.diff()
@@ -224,7 +224,7 @@ class CPUAttention(AttentionBackend):
         blocks = block_tables.long().gather(1, positions // block_size).unsqueeze(1)
         heads = torch.arange(self.num_kv_heads).view(1, -1, 1)
         offsets = (positions % block_size).unsqueeze(1)
-        return ((blocks * self.num_kv_heads + heads) * 2 * block_size + offsets).flatten()
+        return ((2 * blocks * self.num_kv_heads + heads) * block_size + offsets).flatten()
 
     def prepare(
         self,
@@ -306,7 +306,7 @@ class CPUAttention(AttentionBackend):
 def _rows(cache: torch.Tensor, size: int) -> torch.Tensor:
     """Keys, values or their scales as rows of that size, among which the others' lie, too: [rows, size]."""
     num_blocks, num_kv_heads, block_size = cache.shape[:3]
-    return cache.as_strided((num_blocks * num_kv_heads * 2 * block_size - block_size, size), (size, 1))
+    return cache.as_strided(((2 * num_blocks - 1) * num_kv_heads * block_size, size), (size, 1))
 
 
 def _additive(visible: torch.Tensor) -> torch.Tensor:

@@ -135,16 +135,16 @@ static void paged_decode(const T *q, const T *k_cache, const T *v_cache, const i
 
 extern "C" void paged_decode_f32(const float *q, const float *k, const float *v, const int32_t *block_tables,
                                  int64_t table_stride, const int32_t *seq_lens, const int64_t *rows, int64_t num_seqs,
-                                 int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t block_size, int64_t head_rows,
+                                 int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t block_size, int64_t block_rows,
                                  float scale, int64_t splits, float *scratch, float *out) {
-    const AttentionShape shape = {num_heads, num_kv_heads, head_dim, block_size, head_rows, scale};
+    const AttentionShape shape = {num_heads, num_kv_heads, head_dim, block_size, block_rows, scale};
     paged_decode<float>(q, k, v, block_tables, table_stride, seq_lens, rows, num_seqs, shape, splits, scratch, out);
 }
 
 extern "C" void paged_decode_bf16(const bf16 *q, const bf16 *k, const bf16 *v, const int32_t *block_tables,
                                   int64_t table_stride, const int32_t *seq_lens, const int64_t *rows, int64_t num_seqs,
-                                  int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t block_size, int64_t head_rows,
+                                  int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t block_size, int64_t block_rows,
                                   float scale, int64_t splits, float *scratch, bf16 *out) {
-    const AttentionShape shape = {num_heads, num_kv_heads, head_dim, block_size, head_rows, scale};
+    const AttentionShape shape = {num_heads, num_kv_heads, head_dim, block_size, block_rows, scale};
     paged_decode<bf16>(q, k, v, block_tables, table_stride, seq_lens, rows, num_seqs, shape, splits, scratch, out);
 }

@@ -176,8 +176,8 @@ static void norm_rotate_store(const T *qkv, const T *q_weight, const T *k_weight
 #define NORM_ROTATE_STORE(name, Store, T, C) \
     extern "C" void name(const T *qkv, const T *q_weight, const T *k_weight, const T *cos, const T *sin, const int64_t *slots, \
                          int64_t tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t block_size, \
-                         int64_t head_rows, float eps, T *q, C *keys, C *values, float *key_scales, float *value_scales) { \
-        const AttentionShape shape = {num_heads, num_kv_heads, head_dim, block_size, head_rows, 0.0f}; \
+                         int64_t block_rows, float eps, T *q, C *keys, C *values, float *key_scales, float *value_scales) { \
+        const AttentionShape shape = {num_heads, num_kv_heads, head_dim, block_size, block_rows, 0.0f}; \
         norm_rotate_store<Store>(qkv, q_weight, k_weight, cos, sin, slots, tokens, shape, eps, q, keys, values, key_scales, value_scales); \
     }
 

@@ -311,14 +311,14 @@ class CPUKernels:
 
 
 def _geometry(kv: LayerKV) -> tuple[int, int, int, int]:
-    """(num_kv_heads, head_dim, block_size, head_rows) as in common.h."""
+    """(num_kv_heads, head_dim, block_size, block_rows) as in common.h."""
     _, num_kv_heads, block_size, head_dim = kv[0].shape
-    head_rows = kv[0].stride(1) // head_dim
-    rows = (num_kv_heads * head_rows, head_rows, 1)
+    block_rows = kv[0].stride(0) // head_dim
+    rows = (block_rows, block_size, 1)
     for tensor in kv[:2]:
         assert tensor.stride() == (*(count * head_dim for count in rows), 1), "a layout that the kernels don't know"
     assert all(scales.stride() == rows for scales in kv[2:]), "scales lie otherwise than what they scale"
-    return num_kv_heads, head_dim, block_size, head_rows
+    return num_kv_heads, head_dim, block_size, block_rows
 
 
 def _pointers(kv: LayerKV) -> list[int | None]:

@@ -375,17 +375,17 @@ extern "C" void paged_prefill_bf16(const bf16 *q, const bf16 *k_cache, const bf1
                                    const float *v_scales, const int32_t *block_tables, int64_t table_stride,
                                    const int64_t *starts, const int64_t *query_lens, const int64_t *seq_lens, int64_t num_seqs,
                                    int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t block_size,
-                                   int64_t head_rows, float scale, int64_t parts, bf16 *out) {
+                                   int64_t block_rows, float scale, int64_t parts, bf16 *out) {
     paged_prefill(q, k_cache, v_cache, k_scales, v_scales, block_tables, table_stride, starts, query_lens, seq_lens, num_seqs,
-                  {num_heads, num_kv_heads, head_dim, block_size, head_rows, scale}, parts, out);
+                  {num_heads, num_kv_heads, head_dim, block_size, block_rows, scale}, parts, out);
 }
 
 extern "C" void paged_prefill_int8(const bf16 *q, const int8_t *k_cache, const int8_t *v_cache, const float *k_scales,
                                    const float *v_scales, const int32_t *block_tables, int64_t table_stride,
                                    const int64_t *starts, const int64_t *query_lens, const int64_t *seq_lens, int64_t num_seqs,
                                    int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t block_size,
-                                   int64_t head_rows, float scale, int64_t parts, bf16 *out) {
+                                   int64_t block_rows, float scale, int64_t parts, bf16 *out) {
     paged_prefill(q, k_cache, v_cache, k_scales, v_scales, block_tables, table_stride, starts, query_lens, seq_lens, num_seqs,
-                  {num_heads, num_kv_heads, head_dim, block_size, head_rows, scale}, parts, out);
+                  {num_heads, num_kv_heads, head_dim, block_size, block_rows, scale}, parts, out);
 }
 #endif
