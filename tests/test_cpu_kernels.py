@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -39,9 +40,13 @@ def randn(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+# Widths of outputs: any, and those that are whole cache lines, which are stored in another way.
+WIDTHS = st.one_of(st.integers(1, 100), st.integers(1, 10).map(lambda lines: 32 * lines))
+
+
 @needs_amx
 @settings(max_examples=120, deadline=None)
-@given(st.integers(1, 300), st.integers(1, 200), st.integers(1, 330), st.booleans(), st.integers(0, 1000))
+@given(st.integers(1, 300), st.integers(1, 200), WIDTHS, st.booleans(), st.integers(0, 1000))
 def test_packed_linear_is_the_plain_product(rows: int, k: int, n: int, has_bias: bool, seed: int) -> None:
     assert KERNELS is not None
     x, weight = (randn(size, k, seed=seed + i, dtype=torch.bfloat16) for i, size in enumerate((rows, n)))
@@ -52,7 +57,7 @@ def test_packed_linear_is_the_plain_product(rows: int, k: int, n: int, has_bias:
 
 @needs_amx
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 70), st.integers(1, 100), st.integers(1, 100), st.integers(0, 1000))
+@given(st.integers(1, 70), st.integers(1, 100), WIDTHS, st.integers(0, 1000))
 def test_packed_gated_linear_is_product_then_silu_and_mul(rows: int, k: int, n: int, seed: int) -> None:
     assert KERNELS is not None
     x, weight = (randn(size, k, seed=seed + i, dtype=torch.bfloat16) for i, size in enumerate((rows, 2 * n)))
@@ -75,9 +80,7 @@ def test_packed_linear_takes_rows_that_lie_apart_and_extreme_gates() -> None:
 
 @needs_amx_int8
 @settings(max_examples=120, deadline=None)
-@given(
-    st.integers(0, 300), st.integers(1, 200), st.integers(1, 330), st.booleans(), st.booleans(), st.integers(0, 1000)
-)
+@given(st.integers(0, 300), st.integers(1, 200), WIDTHS, st.booleans(), st.booleans(), st.integers(0, 1000))
 def test_int8_linear_is_its_twin(rows: int, k: int, n: int, gated: bool, has_bias: bool, seed: int) -> None:
     assert KERNELS is not None
     x = randn(rows, k, seed=seed, dtype=torch.bfloat16) * randn(rows, 1, seed=seed + 1, dtype=torch.bfloat16).exp()
@@ -136,6 +139,12 @@ def paged(draw: st.DrawFn) -> dict[str, int | list[int]]:
     }
 
 
+def side_by_side(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same caches, or their scales, as `CPUAttention` lays them out."""
+    both = torch.stack((keys, values), dim=1)
+    return both[:, 0], both[:, 1]
+
+
 def written_caches(case: dict, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """(keys and values in shuffled blocks, the block tables); every slot that no sequence owns is NaN."""
     generator = torch.Generator().manual_seed(case["seed"])
@@ -166,7 +175,7 @@ def test_paged_decode_is_the_oracle_and_reads_no_unwritten_slot(dtype: torch.dty
     q = randn(2 * len(seq_lens), case["num_kv_heads"] * case["group"], dim, seed=case["seed"] + 1, dtype=dtype)
     out = torch.full_like(q, 7.0)
     lens = torch.tensor(seq_lens, dtype=torch.int32)
-    KERNELS.paged_decode(q, out, *caches, tables, lens, rows, dim**-0.5, case["splits"])
+    KERNELS.paged_decode(q, out, *side_by_side(*caches), tables, lens, rows, dim**-0.5, case["splits"])
     expected = reference.paged_attention(q[rows], *caches, tables, torch.arange(len(seq_lens) + 1), lens, dim**-0.5)
     assert relative_error(out[rows], expected) < tolerance(dtype)
     assert (out[rows - 1] == 7.0).all()
@@ -188,9 +197,10 @@ def test_rms_norm_is_its_twin(dtype: torch.dtype, rows: int, size: int) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lay_out", [side_by_side, lambda *caches: caches])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size"), [(4, 2, 32, 4), (3, 1, 10, 5), (16, 8, 128, 32)])
 def test_norm_rotate_store_is_its_twins_and_writes_nothing_else(
-    dtype: torch.dtype, heads: int, kv_heads: int, dim: int, block_size: int
+    dtype: torch.dtype, heads: int, kv_heads: int, dim: int, block_size: int, lay_out: Callable
 ) -> None:
     assert KERNELS is not None
     tokens = 11
@@ -199,9 +209,10 @@ def test_norm_rotate_store_is_its_twins_and_writes_nothing_else(
     angles = torch.rand(tokens, dim // 2) * 6
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     slots = torch.randperm(7 * block_size)[:tokens]
-    ours = torch.full((2, 7, kv_heads, block_size, dim), 5.0, dtype=dtype)
-    twins = ours.clone()
-    q = KERNELS.norm_rotate_store(qkv, q_weight, k_weight, 1e-6, cos, sin, (*ours,), slots)
+    twins = torch.full((2, 7, kv_heads, block_size, dim), 5.0, dtype=dtype)
+    caches = lay_out(*twins.clone())
+    q = KERNELS.norm_rotate_store(qkv, q_weight, k_weight, 1e-6, cos, sin, caches, slots)
+    ours = torch.stack(caches)
     expected_q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
     expected_q = reference.apply_rotary(reference.rms_norm(expected_q, q_weight, 1e-6), cos, sin)
     reference.store_kv(twins[0], reference.apply_rotary(reference.rms_norm(k, k_weight, 1e-6), cos, sin), slots)

@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.executor.uniproc import UniprocExecutor
 from nanoinfer.kernels.cpu import ops
-from nanoinfer.kernels.cpu.ops import CPUKernels, Recording
+from nanoinfer.kernels.cpu.memory import Workspace
+from nanoinfer.kernels.cpu.ops import CPUKernels
 from nanoinfer.outputs import RequestOutput
 
 KERNELS = ops.load()
@@ -66,8 +69,8 @@ def test_replayed_steps_are_the_steps(variant: str, options: dict, tmp_path: Pat
     model = save(tmp_path, variant)
     ours, steps, replays = generate(model, 12, 1, **options)
     expected, _, none = generate(model, 12, 1, enforce_eager=True, **options)
-    # A step of a batch size that has not been seen is recorded, not replayed.
-    assert 2 * replays > steps > 20 and none == 0
+    # The first is made once more, as a check; a prompt's chunk of one token is replayed, too.
+    assert replays > steps > 20 and none == 0
     for a, b in zip(ours, expected, strict=True):
         assert a.token_ids == b.token_ids and a.outputs[0].logprobs == b.outputs[0].logprobs
 
@@ -81,7 +84,7 @@ def test_where_steps_are_not_kernel_calls_alone_nothing_is_replayed(options: dic
 def test_a_step_that_does_something_else_is_found_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A torch operator between the kernels would run once, when the step is recorded: the check sees it and says so."""
+    """A torch operator between the kernels would be left out: it is seen and named."""
     model = save(tmp_path)
     expected, *_ = generate(model, 5, 3, enforce_eager=True)
     plain = CPUKernels.linear
@@ -89,12 +92,24 @@ def test_a_step_that_does_something_else_is_found_out(
     with caplog.at_level(logging.WARNING):
         ours, *_ = generate(model, 5, 3)
     assert [o.token_ids for o in ours] == [o.token_ids for o in expected]
-    assert sum("cannot be replayed" in record.message for record in caplog.records) == 1
+    assert sum("aten.add" in record.message for record in caplog.records) == 1
 
 
-def test_results_lie_in_a_ring_of_aligned_pieces() -> None:
-    recording = Recording(torch.zeros(1024, dtype=torch.uint8))
-    pieces = [recording.empty((3, 33), torch.bfloat16) for _ in range(9)]  # 198 bytes, so 256 with alignment
-    starts = [piece.data_ptr() - recording.memory.data_ptr() for piece in pieces]
-    assert starts == [0, 256, 512, 768] * 2 + [0]
-    assert recording.num_bytes == 9 * 256
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=40), st.integers(0, 2000), st.integers(1, 400))
+def test_a_result_lives_until_the_promised_bytes_have_been_handed_out(
+    sizes: list[int], num_bytes: int, largest: int
+) -> None:
+    workspace = Workspace(num_bytes, largest)
+    pieces = [workspace.empty((size,), torch.uint8) for size in sizes]
+    assert all(workspace.holds(piece) == (size <= largest) for piece, size in zip(pieces, sizes, strict=True))
+    inside = [piece for piece in pieces if workspace.holds(piece)]
+    for index, piece in enumerate(inside):
+        assert piece.data_ptr() % 64 == workspace.memory.data_ptr() % 64
+        piece.fill_(index % 256)
+        # Whatever was handed out before and is promised to be there still holds what was written to it.
+        total = 0
+        for earlier in range(index, -1, -1):
+            total += -(-len(inside[earlier]) // 64) * 64
+            if total > num_bytes:
+                break
+            assert (inside[earlier] == earlier % 256).all()

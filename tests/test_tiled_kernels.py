@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_cpu_kernels import KERNELS, needs_amx, randn, relative_error, written_caches
+from test_cpu_kernels import KERNELS, needs_amx, randn, relative_error, side_by_side, written_caches
 
 from nanoinfer.kernels import reference
 
@@ -30,14 +30,15 @@ def tiled(draw: st.DrawFn, kv_dtype: torch.dtype) -> dict[str, int | list[int]]:
 def tiled_caches(plain: torch.Tensor, kv_dtype: torch.dtype) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """(what is stored as float32 in plain order, the tiled caches that hold it). plain: [2, blocks, ...] bf16."""
     if kv_dtype == torch.bfloat16:
-        return plain, (reference.tile_keys(plain[0]), reference.tile_values(plain[1]))
+        return plain, side_by_side(reference.tile_keys(plain[0]), reference.tile_values(plain[1]))
     q, scales = reference.quantize_kv(plain)
     stored = q.float() * scales.unsqueeze(-1)
     # Unwritten slots: any bytes, and scales that would poison everything.
     unwritten = plain.isnan().any(-1)
     q[unwritten] = 77
     scales = scales.masked_fill(unwritten, float("nan"))
-    return stored, (reference.tile_keys(q[0]), reference.tile_values(q[1]), *scales.contiguous())
+    kv = side_by_side(reference.tile_keys(q[0]), reference.tile_values(q[1]))
+    return stored, (*kv, *side_by_side(*scales))
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8], ids=str)

@@ -52,9 +52,10 @@ class ForwardBatch:
 class KVCache:
     """The pool of keys and values of all layers of one rank.
 
-    data: [2, num_layers, num_blocks, num_kv_heads, block_size, head_dim]; `layer(i)` gives that layer's (keys, values).
-    What one sequence and KV head reads of a block is contiguous. scales: of a quantized cache, one for each token and
-    head, [2, num_layers, num_blocks, num_kv_heads, block_size] float32.
+    data: [2, num_layers, num_blocks, num_kv_heads, block_size, head_dim], in memory dense, or with the first three
+    in another order; `layer(i)` gives that layer's (keys, values). What one sequence and KV head reads of
+    a block is contiguous. scales: of a quantized cache, one for each token and head, float32, with the dimensions of
+    data but the last.
     """
 
     def __init__(self, data: torch.Tensor, scales: torch.Tensor | None = None) -> None:

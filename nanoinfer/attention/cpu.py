@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from nanoinfer.attention.base import AttentionBackend, ForwardBatch, KVCache, LayerKV, Rotation
 from nanoinfer.config import ModelConfig
 from nanoinfer.kernels import reference
-from nanoinfer.kernels.cpu.ops import MAX_GROUP, MAX_HEAD_DIM, CPUKernels, huge_empty, kernels_for
+from nanoinfer.kernels.cpu.memory import huge_empty
+from nanoinfer.kernels.cpu.ops import MAX_GROUP, MAX_HEAD_DIM, CPUKernels, kernels_for
 
 # Bounds of one gather of decodes: tokens (the scratch is 2 x 8192 x 2 KiB = 32 MiB for Qwen3-0.6B), unless one
 # sequence alone is longer, and the share of them that may be padding.
@@ -28,6 +29,11 @@ _MAX_PADDED_RATIO = 1.25
 # has this many pieces to take.
 _ITEMS_PER_THREAD = 4
 _MIN_SPLIT_TOKENS = 64
+
+
+def most_parts(num_seqs: int) -> int:
+    """Bound of the parts of all contexts together."""
+    return num_seqs + _ITEMS_PER_THREAD * torch.get_num_threads()
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,7 @@ class _Prefills:
 class _DecodeGroup:
     """Sequences of similar length with one query each, for a gather. rows: [n] tokens of the batch.
 
-    slots: [n * num_kv_heads * max_len] rows of the cache, seen as [blocks * num_kv_heads * block_size, head_dim].
+    slots: [n * num_kv_heads * max_len] rows of the cache, as `_rows` shows it.
     """
 
     rows: torch.Tensor
@@ -127,9 +133,13 @@ class CPUAttention(AttentionBackend):
         # The plain kernel keeps a group's outputs of one head on its stack.
         if self._tiled or (group <= MAX_GROUP and self.head_dim <= MAX_HEAD_DIM and kv_dtype == dtype):
             self._kernels = kernels
-        shape = (2, num_layers, num_blocks, self.num_kv_heads, block_size)
-        scales = huge_empty(shape, torch.float32, populate=True) if kv_dtype == torch.int8 else None
-        return KVCache(huge_empty((*shape, self.head_dim), kv_dtype, populate=True), scales)
+        # A block's values follow its keys: scattered pieces of 128 KB are read faster than ones of 64 KB.
+        shape = (num_layers, num_blocks, 2, self.num_kv_heads, block_size)
+        # Low blocks are handed out first.
+        data = huge_empty((*shape, self.head_dim), kv_dtype, mapped_parts=num_layers).permute(2, 0, 1, 3, 4, 5)
+        if kv_dtype != torch.int8:
+            return KVCache(data)
+        return KVCache(data, huge_empty(shape, torch.float32, mapped_parts=num_layers).permute(2, 0, 1, 3, 4))
 
     def plan(self, batch: ForwardBatch, block_size: int) -> CPUPlan:
         query_lens = batch.query_start_loc.diff()
@@ -213,7 +223,8 @@ class CPUAttention(AttentionBackend):
         """Rows of the cache for each sequence, KV head and position, flat. positions: [n, length]."""
         blocks = block_tables.long().gather(1, positions // block_size).unsqueeze(1)
         heads = torch.arange(self.num_kv_heads).view(1, -1, 1)
-        return ((blocks * self.num_kv_heads + heads) * block_size + (positions % block_size).unsqueeze(1)).flatten()
+        offsets = (positions % block_size).unsqueeze(1)
+        return ((2 * blocks * self.num_kv_heads + heads) * block_size + offsets).flatten()
 
     def prepare(
         self,
@@ -285,11 +296,17 @@ class CPUAttention(AttentionBackend):
         gathered = []
         for i, scratch in enumerate(self._scratch):
             out = scratch[: len(slots)]
-            torch.index_select(kv[i].view(-1, self.head_dim), 0, slots, out=out)
+            torch.index_select(_rows(kv[i], self.head_dim), 0, slots, out=out)
             if out.dtype == torch.int8:
-                out = (out * kv[2 + i].view(-1)[slots].unsqueeze(1)).to(dtype)
+                out = (out * _rows(kv[2 + i], 1)[slots]).to(dtype)
             gathered.append(out.view(num_seqs, self.num_kv_heads, max_len, self.head_dim))
         return gathered[0], gathered[1]
+
+
+def _rows(cache: torch.Tensor, size: int) -> torch.Tensor:
+    """Keys, values or their scales as rows of that size, among which the others' lie, too: [rows, size]."""
+    num_blocks, num_kv_heads, block_size = cache.shape[:3]
+    return cache.as_strided(((2 * num_blocks - 1) * num_kv_heads * block_size, size), (size, 1))
 
 
 def _additive(visible: torch.Tensor) -> torch.Tensor:

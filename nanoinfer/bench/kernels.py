@@ -13,8 +13,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from nanoinfer.attention.cpu import CPUAttention
 from nanoinfer.bench.machine import Machine, measure_machine
 from nanoinfer.kernels.cpu import ops
+from nanoinfer.kernels.cpu.memory import Workspace, huge_empty
+from nanoinfer.kernels.cpu.recording import Recording
 
 _TOTAL_BYTES = 1.2e9
 _PASSES = 5
@@ -23,6 +26,8 @@ _LINEARS = {"qkv_proj": (1024, 4096), "o_proj": (2048, 1024), "gate_up_proj": (1
 _HEAD = (1024, 151936)
 _DECODES = {"decode 32 x 400": (32, 400), "decode 8 x 1600": (8, 1600), "decode 1 x 8192": (1, 8192)}
 _PREFILL_TOKENS = 512
+# Two of the largest results: 1,024 rows of gate_up_proj.
+_LARGEST_RESULT = 1024 * 6144 * 2
 Weight = TypeVar("Weight", ops.PackedWeight, ops.Int8Weight)
 _HEADS, _KV_HEADS, _HEAD_DIM, _BLOCK_SIZE = 16, 8, 128, 32
 
@@ -80,13 +85,17 @@ def _compute_row(flops: int, seconds: float, gemm_tflop_s: float) -> dict[str, f
     return {"flops": flops, "us": 1e6 * seconds, "tflop_s": rate, "fraction": rate / gemm_tflop_s}
 
 
-def _best_seconds(call: Callable[[int], object], num_layers: int) -> float:
-    """Of one call, averaged over all layers, in the best pass."""
+def _best_seconds(kernels: ops.CPUKernels, call: Callable[[int], object], num_layers: int) -> float:
+    """Of one call, averaged over all layers, in the best pass; recorded, as decode steps are."""
+    recording, workspace = Recording(), Workspace(2 * _LARGEST_RESULT, _LARGEST_RESULT)
+    with kernels.using(workspace, recording):
+        for layer in range(num_layers):
+            call(layer)
+    calls = recording.calls()
     best = float("inf")
     for _ in range(_PASSES):
         start = time.perf_counter()
-        for layer in range(num_layers):
-            call(layer)
+        kernels.run(calls)
         best = min(best, (time.perf_counter() - start) / num_layers)
     return best
 
@@ -95,15 +104,15 @@ def _linear_seconds(kernels: ops.CPUKernels, rows: int, k: int, n: int, int8: bo
     x, weight = torch.randn(rows, k).bfloat16(), torch.randn(n, k).bfloat16()
     if int8:
         int8_weights = _copies(kernels.pack_int8(weight))
-        return _best_seconds(lambda layer: kernels.linear_int8(x, int8_weights[layer]), len(int8_weights))
+        return _best_seconds(kernels, lambda layer: kernels.linear_int8(x, int8_weights[layer]), len(int8_weights))
     weights = _copies(kernels.pack(weight))
-    return _best_seconds(lambda layer: kernels.linear(x, weights[layer]), len(weights))
+    return _best_seconds(kernels, lambda layer: kernels.linear(x, weights[layer]), len(weights))
 
 
 def _copies(weight: Weight) -> list[Weight]:
     copies = [weight]
     for _ in range(int(_TOTAL_BYTES / weight.data.nbytes)):
-        data = ops.huge_empty(tuple(weight.data.shape), weight.data.dtype)
+        data = huge_empty(tuple(weight.data.shape), weight.data.dtype)
         copies.append(dataclasses.replace(weight, data=data.copy_(weight.data)))
     return copies
 
@@ -112,8 +121,9 @@ def _decode_seconds(kernels: ops.CPUKernels, num_seqs: int, length: int) -> floa
     columns = -(-length // _BLOCK_SIZE)
     num_blocks = num_seqs * columns
     num_layers = int(_TOTAL_BYTES / (num_blocks * _BLOCK_SIZE * _KV_HEADS * _HEAD_DIM * 4)) + 1
-    kv = ops.huge_empty((2, num_layers, num_blocks, _KV_HEADS, _BLOCK_SIZE, _HEAD_DIM), torch.bfloat16)
-    kv.copy_(torch.randn(num_blocks, _KV_HEADS, _BLOCK_SIZE, _HEAD_DIM).bfloat16())
+    attention = CPUAttention(_HEADS, _KV_HEADS, _HEAD_DIM)
+    kv_cache = attention.allocate(num_layers, num_blocks, _BLOCK_SIZE, torch.bfloat16, "cpu")
+    kv_cache.data.copy_(torch.randn(num_blocks, _KV_HEADS, _BLOCK_SIZE, _HEAD_DIM).bfloat16())
     tables = torch.randperm(num_blocks).to(torch.int32).view(num_seqs, columns)
     lens = torch.full((num_seqs,), length, dtype=torch.int32)
     q = torch.randn(num_seqs, _HEADS, _HEAD_DIM).bfloat16()
@@ -121,9 +131,9 @@ def _decode_seconds(kernels: ops.CPUKernels, num_seqs: int, length: int) -> floa
     parts = -(-8 // num_seqs)
 
     def call(layer: int) -> None:
-        kernels.tiled_decode(q, out, (kv[0, layer], kv[1, layer]), tables, lens, rows, _HEAD_DIM**-0.5, parts)
+        kernels.tiled_decode(q, out, kv_cache.layer(layer), tables, lens, rows, _HEAD_DIM**-0.5, parts)
 
-    return _best_seconds(call, num_layers)
+    return _best_seconds(kernels, call, num_layers)
 
 
 def _prefill_seconds(kernels: ops.CPUKernels) -> float:
@@ -137,4 +147,4 @@ def _prefill_seconds(kernels: ops.CPUKernels) -> float:
     def call(layer: int) -> None:
         kernels.paged_prefill(q, out, (*kv[layer],), tables, start, length, length, _HEAD_DIM**-0.5, 1)
 
-    return _best_seconds(call, num_layers)
+    return _best_seconds(kernels, call, num_layers)

@@ -1,61 +1,73 @@
 """Decode steps on a CPU without Python between the kernels: what a CUDA graph is on a GPU.
 
 A layer is seven kernel calls of 50 to 600 us. Python needs 20 to 40 us for each, since the weights that went through
-the caches meanwhile have thrown its own data out of them: a fifth of a step at batch 1. So the calls of the first step
-of a batch size are recorded, over buffers of their own, and made again by one function in the steps after it.
+the caches meanwhile have thrown its own data out of them: a fifth of a step at batch 1. So the calls of a decode step
+are noted once, for any batch size, and one function makes them.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
-from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanoinfer.attention.base import ForwardBatch, KVCache
-from nanoinfer.attention.cpu import CPUAttention, CPUPlan, Decodes
-from nanoinfer.kernels.cpu.ops import CPUKernels, Recording
+from nanoinfer.attention.cpu import CPUAttention, CPUPlan, Decodes, most_parts
+from nanoinfer.config import ModelConfig, SchedulerConfig
+from nanoinfer.kernels.cpu.memory import Workspace
+from nanoinfer.kernels.cpu.ops import CPUKernels
+from nanoinfer.kernels.cpu.recording import Recording
 from nanoinfer.layers.linear import ParallelLinear
 from nanoinfer.models.decoder import Decoder
 
 logger = logging.getLogger(__name__)
 
-_MOST_PROGRAMS = 512
+
+# Rows of logits that have a place in the workspace.
+_LOGITS_ROWS = 64
 
 
-@dataclass(frozen=True)
-class _Program:
-    calls: ctypes.Array
-    output: torch.Tensor
-    num_bytes: int  # of all results
+def make_workspace(config: ModelConfig, dtype: torch.dtype, limits: SchedulerConfig) -> Workspace:
+    """For steps of any kind: what is computed in a layer is not read after the same place in the next one."""
+    heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    widths = [(heads + 2 * kv_heads) * head_dim, config.intermediate_size, config.hidden_size]
+    width = sum(widths) + 2 * heads * head_dim + 3 * config.hidden_size
+    # Attention leaves float32 for each part of a context. Recordings have up to three parts for each sequence.
+    parts_bytes = 4 * heads * (head_dim + 2) * most_parts(3 * max(2, limits.max_num_seqs))
+    num_tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs, 2)
+    logits_bytes = min(_LOGITS_ROWS, limits.max_num_seqs) * config.vocab_size * dtype.itemsize
+    largest = max(num_tokens * max(widths) * dtype.itemsize, parts_bytes, logits_bytes)
+    # Up to 63 bytes of each result are left unused for alignment.
+    return Workspace(num_tokens * width * dtype.itemsize + parts_bytes + 10 * 64, largest)
 
 
 class DecodeReplay:
-    """Runs a decoder's layers over a step of decodes. The result is valid until the next call."""
+    """Runs a decoder's layers over a step of decodes. The result is valid until the workspace is used again."""
 
     def __init__(
-        self, decoder: Decoder, kernels: CPUKernels, kv_cache: KVCache, max_num_seqs: int, max_model_len: int
+        self,
+        decoder: Decoder,
+        kernels: CPUKernels,
+        kv_cache: KVCache,
+        workspace: Workspace,
+        limits: SchedulerConfig,
     ) -> None:
-        self._decoder, self._kernels, self._kv_cache = decoder, kernels, kv_cache
-        self._programs: dict[tuple[int, int], _Program] = {}
-        self._is_usable = True
+        self._decoder, self._kernels, self._kv_cache, self._workspace = decoder, kernels, kv_cache, workspace
+        self._is_checked = False
         config = decoder.config
+        # Two recordings differ in the number of rows.
+        most = max(2, limits.max_num_seqs)
         dtype, half = decoder.norm.weight.dtype, config.head_dim // 2
-        self._hidden = torch.zeros(max_num_seqs, config.hidden_size, dtype=dtype)
-        self._cos, self._sin = torch.zeros(2, max_num_seqs, half, dtype=dtype)
-        self._slots = torch.zeros(max_num_seqs, dtype=torch.int64)
-        self._tables = torch.zeros(max_num_seqs, -(-max_model_len // kv_cache.block_size), dtype=torch.int32)
-        self._seq_lens = torch.zeros(max_num_seqs, dtype=torch.int32)
-        self._rows = torch.arange(max_num_seqs)
-        # Twice what one layer writes: nothing is read after the layer that follows. Attention writes float32 for each
-        # of its parts, of which there are few where there are many sequences.
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        width = 5 * config.hidden_size + config.intermediate_size + (3 * heads + 2 * kv_heads) * config.head_dim
-        attention = 4 * heads * (config.head_dim + 2)
-        self._memory = torch.empty(
-            2 * (max_num_seqs * (2 * width + attention) + 64 * attention) + 4096, dtype=torch.uint8
-        )
+        self._hidden = torch.zeros(most, config.hidden_size, dtype=dtype)
+        self._cos, self._sin = torch.zeros(2, most, half, dtype=dtype)
+        self._slots = torch.zeros(most, dtype=torch.int64)
+        self._tables = torch.zeros(most, -(-limits.max_model_len // kv_cache.block_size), dtype=torch.int32)
+        self._seq_lens = torch.zeros(most, dtype=torch.int32)
+        self._rows = torch.arange(most)
+        self._program = self._record()
 
     @classmethod
     def can_run(cls, decoder: Decoder, backend: object, tensor_parallel_size: int) -> bool:
@@ -68,36 +80,36 @@ class DecodeReplay:
         """Hidden states, [num_tokens, hidden_size], or None where the step has to be run the ordinary way."""
         plan = batch.plan
         assert isinstance(plan, CPUPlan)
-        if not self._is_usable or not batch.is_decode_only or plan.decodes is None:
+        if self._program is None or not batch.is_decode_only or plan.decodes is None:
             return None
-        key = (len(batch.input_ids), plan.decodes.splits)
-        self._load(batch, plan.decodes)
-        if (program := self._programs.get(key)) is not None:
-            self._kernels.run(program.calls)
-            return program.output
-        if len(self._programs) >= _MOST_PROGRAMS:
-            self._programs.clear()
-        program = self._record(*key)
         # Models are of one kind throughout: what holds for one batch size does for the others.
-        if not self._programs and not self._is_repeatable(program, batch, plan.decodes):
-            logger.warning("decode steps cannot be replayed with this model; they run with Python between the kernels")
-            self._is_usable = False
+        if not self._is_checked and not self._check(self._program, batch, plan.decodes):
+            logger.warning(
+                "decode steps run with Python between the kernels: made on their own, these gave another result"
+            )
+            self._program = None
             return None
-        self._programs[key] = program
-        return program.output
+        self._is_checked = True
+        return self._replay(self._program, batch, plan.decodes)
 
-    def _load(self, batch: ForwardBatch, decodes: Decodes) -> None:
+    def _replay(self, program: _Program, batch: ForwardBatch, decodes: Decodes) -> torch.Tensor:
+        n = self._load(batch, decodes)
+        self._kernels.run(program.calls_for(n, decodes.splits))
+        return program.output[:n]
+
+    def _load(self, batch: ForwardBatch, decodes: Decodes) -> int:
         n = len(batch.input_ids)
         self._hidden[:n] = self._decoder.embed_tokens(batch.input_ids)
         self._cos[:n], self._sin[:n] = self._decoder.rotary(batch.positions)
         self._slots[:n] = batch.slot_mapping
         self._tables[:n, : decodes.block_tables.shape[1]] = decodes.block_tables
         self._seq_lens[:n] = decodes.seq_lens
+        return n
 
-    def _record(self, n: int, splits: int) -> _Program:
-        """Runs the step that was loaded."""
+    def _batch(self, n: int, splits: int) -> ForwardBatch:
+        """The step that was loaded, as far as layers look at it."""
         decodes = Decodes(self._rows[:n], self._tables[:n], self._seq_lens[:n], splits)
-        batch = ForwardBatch(
+        return ForwardBatch(
             input_ids=self._rows[:n],
             positions=self._rows[:n],
             query_start_loc=torch.arange(n + 1, dtype=torch.int32),
@@ -106,19 +118,75 @@ class DecodeReplay:
             slot_mapping=self._slots[:n],
             logits_indices=self._rows[:n],
             max_query_len=1,
-            max_seq_len=int(self._seq_lens[:n].max()),
+            max_seq_len=self._tables.shape[1] * self._kv_cache.block_size,
             plan=CPUPlan(decodes, None, [], []),
         )
-        recording = Recording(self._memory)
-        with self._kernels.recording(recording):
-            output = self._decoder.run_layers(self._hidden[:n], (self._cos[:n], self._sin[:n]), batch, self._kv_cache)
-        return _Program(recording.calls(), output, recording.num_bytes)
 
-    def _is_repeatable(self, program: _Program, batch: ForwardBatch, decodes: Decodes) -> bool:
-        """Whether the calls alone do the step that was just recorded, and results lived long enough."""
-        expected = program.output.clone()
-        self._load(batch, decodes)
-        self._memory.fill_(0xFF)  # NaN in every dtype
-        self._kernels.run(program.calls)
-        fits = 2 * program.num_bytes <= len(self._memory) * self._decoder.config.num_hidden_layers
-        return fits and torch.equal(program.output, expected)
+    def _run_layers(self, batch: ForwardBatch) -> torch.Tensor:
+        n = len(batch.input_ids)
+        return self._decoder.run_layers(self._hidden[:n], (self._cos[:n], self._sin[:n]), batch, self._kv_cache)
+
+    def _record(self) -> _Program | None:
+        """None if layers do more than call kernels."""
+        most = len(self._rows)
+        parts = -(-most_parts(most) // most)  # so that memory for the most parts is handed out
+        sizes = [(most, parts), (most - 1, parts), (most, parts + 1)]
+        recordings, outputs = [], []
+        for n, splits in sizes:
+            batch, recording, views = self._batch(n, splits), Recording(), _ViewsOnly()
+            self._workspace.restart()
+            with self._kernels.using(self._workspace, recording), views:
+                outputs.append(self._run_layers(batch))
+            if views.others:
+                logger.warning(
+                    "decode steps run with Python between the kernels, since this model's layers compute with %s, too",
+                    ", ".join(sorted(views.others)),
+                )
+                return None
+            recordings.append(recording)
+        base, fewer, more = recordings
+        return _Program(base.calls(), most, parts, fewer.growth_to(base), base.growth_to(more), outputs[0])
+
+    def _check(self, program: _Program, batch: ForwardBatch, decodes: Decodes) -> bool:
+        """Whether the program does what the layers do. Results that don't live long enough would be NaN."""
+        n = self._load(batch, decodes)
+        expected = self._run_layers(self._batch(n, decodes.splits)).clone()
+        self._workspace.memory.fill_(0xFF)  # NaN in every dtype
+        return torch.equal(self._replay(program, batch, decodes), expected)
+
+
+class _Program:
+    """Calls as they were recorded for n rows and a number of parts, and how they change with one row or part more."""
+
+    def __init__(
+        self,
+        calls: np.ndarray,
+        n: int,
+        parts: int,
+        per_row: np.ndarray,
+        per_part: np.ndarray,
+        output: torch.Tensor,
+    ) -> None:
+        self._calls, self._sizes = calls, (n, parts)
+        self._per_row, self._per_part = per_row, per_part
+        self.output = output
+
+    def calls_for(self, n: int, parts: int) -> np.ndarray:
+        if (n, parts) != self._sizes:
+            arguments = self._calls["arguments"]
+            arguments += (n - self._sizes[0]) * self._per_row + (parts - self._sizes[1]) * self._per_part
+            self._sizes = n, parts
+        return self._calls
+
+
+class _ViewsOnly(TorchDispatchMode):
+    """Notes the torch operators that do more than look at memory in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if not func.is_view:
+            self.others.add(str(func))
+        return func(*args, **(kwargs or {}))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from nanoinfer.attention.base import ForwardBatch, KVCache
 from nanoinfer.attention.select import BACKENDS, select_backend
 from nanoinfer.config import EngineConfig, ModelConfig, SchedulerConfig, heads_of_rank
 from nanoinfer.distributed.group import ParallelGroups
+from nanoinfer.kernels.cpu.memory import Workspace
 from nanoinfer.kernels.cpu.ops import kernels_for
 from nanoinfer.layers.linear import int8_kernels
 from nanoinfer.layers.sampler import SamplingBatch, VocabShard, sample, token_logprobs
@@ -24,7 +26,7 @@ from nanoinfer.models.loader import load_dummy_weights, load_weights, open_check
 from nanoinfer.models.qwen3 import Qwen3ForCausalLM
 from nanoinfer.step import KVCacheCapacity, SchedulerOutput, StepResult, TokenLogprobs
 from nanoinfer.worker.cuda_graph import DecodeGraphs, graph_factory, graph_sizes
-from nanoinfer.worker.decode_replay import DecodeReplay
+from nanoinfer.worker.decode_replay import DecodeReplay, make_workspace
 from nanoinfer.worker.device_runner import DeviceRunner, checked
 from nanoinfer.worker.download import Download
 from nanoinfer.worker.gpu_memory import GPUMemory, graph_bytes, num_gpu_blocks, run_largest_step
@@ -96,6 +98,7 @@ class ModelRunner:
         return_freed_memory()
         self._vocab_shard = VocabShard(groups.tp, self.model.lm_head.first_id)
         self._kv_cache: KVCache | None = None
+        self._workspace: Workspace | None = None
         self._replay: DecodeReplay | None = None
         self._batch: InputBatch | None = None
         self._device_runner: DeviceRunner | None = None
@@ -130,12 +133,13 @@ class ModelRunner:
             self.device,
             self.kv_dtype,
         )
-        kernels = kernels_for(self.dtype, self.device)
-        can_replay = DecodeReplay.can_run(self.model.model, self.backend, self.config.tensor_parallel_size)
-        if kernels is not None and can_replay and not self.config.enforce_eager:
-            self._replay = DecodeReplay(
-                self.model.model, kernels, self.kv_cache, limits.max_num_seqs, limits.max_model_len
-            )
+        if (kernels := kernels_for(self.dtype, self.device)) is not None:
+            decoder = self.model.model
+            self._workspace = make_workspace(self.model_config, self.dtype, limits)
+            can_replay = DecodeReplay.can_run(decoder, self.backend, self.config.tensor_parallel_size)
+            if can_replay and not self.config.enforce_eager:
+                with torch.inference_mode():
+                    self._replay = DecodeReplay(decoder, kernels, self.kv_cache, self._workspace, limits)
         self._batch = InputBatch(
             limits.max_num_seqs, limits.max_model_len, limits.block_size, self.model_config.vocab_size
         )
@@ -215,8 +219,9 @@ class ModelRunner:
         else:
             rows, batch = self._batch.build(plan)
             batch.plan = self.backend.plan(batch, self.block_size)
-            hidden = self.forward(batch)
-            logits = self.compute_logits(hidden, batch.logits_indices)
+            with self._results():
+                hidden = self.forward(batch)
+                logits = self.compute_logits(hidden, batch.logits_indices)
             token_ids, logprobs = self.sample(logits, self._batch.sampling(rows)) if len(rows.sampled) else ([], {})
         self._batch.commit(rows, token_ids)
         seq_ids = [rows.seq_ids[position] for position in rows.sampled.tolist()]
@@ -228,6 +233,11 @@ class ModelRunner:
             return LaunchedStep(result, seq_ids, download)
         result.token_ids.update(_by_sequence(seq_ids, token_ids))
         return LaunchedStep(result)
+
+    def _results(self) -> AbstractContextManager[None]:
+        """Where what the kernels compute goes: it is valid until this is asked for again."""
+        kernels = kernels_for(self.dtype, self.device)
+        return nullcontext() if kernels is None or self._workspace is None else kernels.using(self._workspace)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states of all of the step's tokens, whose keys and values are stored."""

@@ -117,8 +117,13 @@ template <typename T> static T *scratch(int64_t count) {
     return (T *)(((uintptr_t)memory.data() + 63) & ~(uintptr_t)63);
 }
 
-// How attention's heads share their keys and values.
+// How attention's heads share their keys and values, and where these lie: a row is one head of one token, head_dim numbers
+// (or one scale). The heads of a block follow one another, and the next block's begin block_rows later.
 struct AttentionShape {
-    int64_t num_heads, num_kv_heads, head_dim, block_size;
+    int64_t num_heads, num_kv_heads, head_dim, block_size, block_rows;
     float scale;
+
+    int64_t row(const int32_t *blocks, int64_t kv_head, int64_t token) const {
+        return blocks[token / block_size] * block_rows + kv_head * block_size + token % block_size;
+    }
 };

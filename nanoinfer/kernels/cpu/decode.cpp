@@ -1,5 +1,5 @@
 // Paged decode attention: one query token per sequence, each key and value read once for all query heads of its group.
-// Caches are [blocks][kv_heads][block_size][head_dim]: what one (sequence, KV head) reads is contiguous within a block.
+// What one (sequence, KV head) reads of a block is contiguous.
 // Online softmax (Milakov and Gimelshein, 2018) over blocks; long contexts of small batches are split, and joined at the
 // end (Flash-Decoding, Dao et al., 2023).
 
@@ -44,7 +44,7 @@ static void attend_range(const T *q, int group, const AttentionShape &shape, con
     for (int64_t token = start; token < stop;) {
         const int64_t offset = token % shape.block_size;
         const int count = (int)std::min<int64_t>(std::min<int64_t>(CHUNK, stop - token), shape.block_size - offset);
-        const int64_t at = ((blocks[token / shape.block_size] * shape.num_kv_heads + kv_head) * shape.block_size + offset) * head_dim;
+        const int64_t at = shape.row(blocks, kv_head, token) * head_dim;
         const T *k = k_cache + at, *v = v_cache + at;
         Head<T>::score(q, group, head_dim, k, count, scores);
         for (int g = 0; g < group; ++g) {
@@ -135,16 +135,16 @@ static void paged_decode(const T *q, const T *k_cache, const T *v_cache, const i
 
 extern "C" void paged_decode_f32(const float *q, const float *k, const float *v, const int32_t *block_tables,
                                  int64_t table_stride, const int32_t *seq_lens, const int64_t *rows, int64_t num_seqs,
-                                 int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t block_size, float scale,
-                                 int64_t splits, float *scratch, float *out) {
-    const AttentionShape shape = {num_heads, num_kv_heads, head_dim, block_size, scale};
+                                 int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t block_size, int64_t block_rows,
+                                 float scale, int64_t splits, float *scratch, float *out) {
+    const AttentionShape shape = {num_heads, num_kv_heads, head_dim, block_size, block_rows, scale};
     paged_decode<float>(q, k, v, block_tables, table_stride, seq_lens, rows, num_seqs, shape, splits, scratch, out);
 }
 
 extern "C" void paged_decode_bf16(const bf16 *q, const bf16 *k, const bf16 *v, const int32_t *block_tables,
                                   int64_t table_stride, const int32_t *seq_lens, const int64_t *rows, int64_t num_seqs,
-                                  int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t block_size, float scale,
-                                  int64_t splits, float *scratch, bf16 *out) {
-    const AttentionShape shape = {num_heads, num_kv_heads, head_dim, block_size, scale};
+                                  int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t block_size, int64_t block_rows,
+                                  float scale, int64_t splits, float *scratch, bf16 *out) {
+    const AttentionShape shape = {num_heads, num_kv_heads, head_dim, block_size, block_rows, scale};
     paged_decode<bf16>(q, k, v, block_tables, table_stride, seq_lens, rows, num_seqs, shape, splits, scratch, out);
 }

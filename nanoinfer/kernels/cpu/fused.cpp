@@ -126,7 +126,7 @@ static float quantize(const bf16 *x, int64_t head_dim, int8_t *q) {
 }
 #endif
 
-// Where a head's keys and values of one token go. row: of the cache seen as [blocks * kv_heads * block_size].
+// Where a head's keys and values of one token go, by their row.
 struct PlainStore {
     template <typename T> static void put(const T *k, const T *v, int64_t head_dim, int64_t row, T *keys, T *values, float *, float *) {
         memcpy(keys + row * head_dim, k, sizeof(T) * head_dim);
@@ -150,7 +150,7 @@ struct TiledStore {
 #endif
 
 // qkv [tokens, (num_heads + 2 num_kv_heads) * head_dim] to rotated queries q [tokens, num_heads, head_dim], and to keys
-// and values in their slots of the caches [blocks][kv_heads][block_size][head_dim].
+// and values in their slots of the caches.
 template <typename Store, typename T, typename C>
 static void norm_rotate_store(const T *qkv, const T *q_weight, const T *k_weight, const T *cos, const T *sin,
                               const int64_t *slots, int64_t tokens, const AttentionShape &shape, float eps, T *q, C *keys,
@@ -162,11 +162,12 @@ static void norm_rotate_store(const T *qkv, const T *q_weight, const T *k_weight
         const T *c = cos + token * half, *s = sin + token * half;
         for (int64_t h = 0; h < heads; ++h)
             norm_and_rotate(row + h * dim, q_weight, c, s, dim, eps, q + (token * heads + h) * dim);
-        const int64_t block = slots[token] / shape.block_size, offset = slots[token] % shape.block_size;
+        const int32_t block = slots[token] / shape.block_size;
+        const int64_t offset = slots[token] % shape.block_size;
         for (int64_t h = 0; h < kv_heads; ++h) {
             T key[512];
             norm_and_rotate(row + (heads + h) * dim, k_weight, c, s, dim, eps, key);
-            Store::put(key, row + (heads + kv_heads + h) * dim, dim, (block * kv_heads + h) * shape.block_size + offset, keys,
+            Store::put(key, row + (heads + kv_heads + h) * dim, dim, shape.row(&block, h, offset), keys,
                        values, key_scales, value_scales);
         }
     }
@@ -174,9 +175,9 @@ static void norm_rotate_store(const T *qkv, const T *q_weight, const T *k_weight
 
 #define NORM_ROTATE_STORE(name, Store, T, C) \
     extern "C" void name(const T *qkv, const T *q_weight, const T *k_weight, const T *cos, const T *sin, const int64_t *slots, \
-                         int64_t tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t block_size, float eps, \
-                         T *q, C *keys, C *values, float *key_scales, float *value_scales) { \
-        const AttentionShape shape = {num_heads, num_kv_heads, head_dim, block_size, 0.0f}; \
+                         int64_t tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t block_size, \
+                         int64_t block_rows, float eps, T *q, C *keys, C *values, float *key_scales, float *value_scales) { \
+        const AttentionShape shape = {num_heads, num_kv_heads, head_dim, block_size, block_rows, 0.0f}; \
         norm_rotate_store<Store>(qkv, q_weight, k_weight, cos, sin, slots, tokens, shape, eps, q, keys, values, key_scales, value_scales); \
     }
 

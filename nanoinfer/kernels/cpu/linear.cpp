@@ -31,6 +31,7 @@ template <typename T> struct Linear {
     bool gated;
     bf16 *out;
     int64_t out_stride;
+    bool streams;  // whether outputs go around the caches: only whole lines can
 };
 
 // Sums of up to 32 rows by one strip, [2][2 halves][16 rows][16], float32 or int32, and where they go.
@@ -38,6 +39,7 @@ struct Block {
     alignas(64) float sums[1024];
     int64_t row, rows, strip;
     const float *row_scales;  // int8 only
+    bf16 *halves;             // gated and streamed: [rows][16], where an even strip's outputs wait for the odd one's
 };
 
 // Rows with a smaller maximum count as zero; keeps 127 / maximum finite.
@@ -111,12 +113,27 @@ template <typename T> static inline __m512 outputs(const Block &block, int64_t r
 }
 
 // One row of a block to the output. Gated: the halves are gate and up of the same 16 outputs.
+//
+// An ordinary store fetches its line first, even to overwrite all of it, and rows that are a multiple of 4 KB apart share one
+// set of the cache. So lines are put together and streamed: 0.8 -> 2.7 TF/s for 1024 x 1024 x 4096, 22 -> 27 GB/s for 32 rows.
 template <typename T> static inline void finish_row(const Block &block, int64_t r, const Linear<T> &linear) {
     const __m512 first = outputs(block, r, 0, linear), second = outputs(block, r, 1, linear);
     const int64_t column = block.strip * (linear.gated ? 16 : 32), left = linear.n - column;
     bf16 *out = linear.out + (block.row + r) * linear.out_stride + column;
-    if (linear.gated) store16(out, _mm512_mul_ps(silu(first), second), lanes(left));
-    else _mm512_mask_storeu_epi16(out, left >= 32 ? ~0u : (1u << left) - 1, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+    if (!linear.gated) {
+        const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(second, first);
+        if (linear.streams && left >= 32) _mm512_stream_si512((__m512i *)out, both);
+        else _mm512_mask_storeu_epi16(out, left >= 32 ? ~0u : (1u << left) - 1, both);
+        return;
+    }
+    const __m512 product = _mm512_mul_ps(silu(first), second);
+    const bool odd = block.strip % 2;
+    if (!linear.streams || left < (odd ? 16 : 32)) store16(out, product, lanes(left));
+    else if (!odd) store16(block.halves + r * 16, product, 0xffff);
+    else {
+        const __m512i earlier = _mm512_castsi256_si512(_mm256_load_si256((const __m256i *)(block.halves + r * 16)));
+        _mm512_stream_si512((__m512i *)(out - 16), _mm512_inserti64x4(earlier, (__m256i)_mm512_cvtneps_pbh(product), 1));
+    }
 }
 
 #define PRODUCT(sums, rows, weights) \
@@ -173,9 +190,11 @@ static void multiply_range(const bf16 *x, int64_t x_stride, int64_t k, const Lin
     const int64_t most = std::max<int64_t>(32, PACKED_BYTES / (linear.k_tiles * 64) / 32 * 32);
     const int64_t at_once = std::min(most, (last_row - first_row + 31) / 32 * 32);
     // A tile of fewer rows than 16 is read beyond its end.
-    char *memory = scratch<char>(at_once * linear.k_tiles * 64 + TILE_BYTES + at_once * sizeof(float));
+    const int64_t packed_bytes = at_once * linear.k_tiles * 64 + TILE_BYTES;
+    char *memory = scratch<char>(packed_bytes + at_once * (16 * sizeof(bf16) + sizeof(float)));
     T *packed = (T *)memory;
-    float *row_scales = (float *)(memory + at_once * linear.k_tiles * 64 + TILE_BYTES);
+    bf16 *halves = (bf16 *)(memory + packed_bytes);
+    float *row_scales = (float *)(halves + at_once * 16);
     const char *weights = (const char *)linear.packed;
     Block blocks[2];
     for (int64_t start = first_row; start < last_row; start += at_once) {
@@ -191,6 +210,7 @@ static void multiply_range(const bf16 *x, int64_t x_stride, int64_t k, const Lin
                 const T *a = packed + r * row_size, *a1 = a + 16 * row_size;
                 Block &block = blocks[turn];
                 block.row = start + r, block.rows = top + rest, block.strip = strip, block.row_scales = row_scales + r;
+                block.halves = halves + r * 16;
                 const char *at = weights + strip * strip_bytes;
                 // Few rows: this strip, a little later. Many: the next strip, a part of it with every 32 rows.
                 const char *ahead = at + (FEW ? AHEAD : strip_bytes + r / 32 * linear.k_tiles * 256);
@@ -199,11 +219,14 @@ static void multiply_range(const bf16 *x, int64_t x_stride, int64_t k, const Lin
             }
         for (int64_t r = 0; r < blocks[turn ^ 1].rows; ++r) finish_row(blocks[turn ^ 1], r, linear);
     }
+    _mm_sfence();
 }
 
 // x [m, k], rows x_stride apart, by all strips, in a grid of row ranges and strip ranges, one for each thread.
-template <typename T> static void multiply_all(const bf16 *x, int64_t m, int64_t k, int64_t x_stride, const Linear<T> &linear) {
+template <typename T> static void multiply_all(const bf16 *x, int64_t m, int64_t k, int64_t x_stride, Linear<T> linear) {
     if (m == 0) return;
+    linear.streams = ((uintptr_t)linear.out | linear.out_stride * sizeof(bf16)) % 64 == 0;
+    const int64_t at_once = linear.gated ? 2 : 1, portions = (linear.strips + at_once - 1) / at_once;
 #pragma omp parallel
     {
         const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
@@ -212,7 +235,8 @@ template <typename T> static void multiply_all(const bf16 *x, int64_t m, int64_t
         const int64_t strip_parts = threads / row_parts, row_part = thread / strip_parts, strip_part = thread % strip_parts;
         const int64_t row_tiles = (m + 31) / 32;
         const int64_t first_row = row_tiles * row_part / row_parts * 32, last_row = row_tiles * (row_part + 1) / row_parts * 32;
-        const int64_t first = linear.strips * strip_part / strip_parts, last = linear.strips * (strip_part + 1) / strip_parts;
+        const int64_t first = portions * strip_part / strip_parts * at_once;
+        const int64_t last = std::min(linear.strips, portions * (strip_part + 1) / strip_parts * at_once);
         configure_tiles(std::min<int64_t>(m, 16), std::max<int64_t>(0, std::min<int64_t>(m - 16, 16)));
         (m <= 32 ? multiply_range<true, T> : multiply_range<false, T>)(x, x_stride, k, linear, first_row, std::min(m, last_row),
                                                                        first, last);

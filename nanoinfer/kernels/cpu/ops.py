@@ -8,19 +8,18 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-import math
-import mmap
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from nanoinfer.kernels.cpu.build import BuildError, build_kernels
+from nanoinfer.kernels.cpu.memory import Workspace, huge_empty
+from nanoinfer.kernels.cpu.recording import Recording
 from nanoinfer.kernels.reference import LayerKV
 
 logger = logging.getLogger(__name__)
@@ -32,27 +31,23 @@ _SIGNATURES: dict[str, list[type]] = {
     "pack_bf16": [_POINTER, *[_INT64] * 3, _INT, _POINTER],
     "linear_int8": [_POINTER, *[_INT64] * 3, *[_POINTER] * 2, _INT64, _POINTER, _INT, _POINTER, _INT64],
     "pack_int8": [_POINTER, *[_INT64] * 3, _INT, *[_POINTER] * 2],
-    "paged_decode": [*[_POINTER] * 4, _INT64, *[_POINTER] * 2, *[_INT64] * 5, _FLOAT, _INT64, *[_POINTER] * 2],
-    "tiled_decode_bf16": [*[_POINTER] * 6, _INT64, *[_POINTER] * 2, *[_INT64] * 5, _FLOAT, _INT64, *[_POINTER] * 2],
-    "tiled_decode_int8": [*[_POINTER] * 6, _INT64, *[_POINTER] * 2, *[_INT64] * 5, _FLOAT, _INT64, *[_POINTER] * 2],
-    "paged_prefill_bf16": [*[_POINTER] * 6, _INT64, *[_POINTER] * 3, *[_INT64] * 5, _FLOAT, _INT64, _POINTER],
-    "paged_prefill_int8": [*[_POINTER] * 6, _INT64, *[_POINTER] * 3, *[_INT64] * 5, _FLOAT, _INT64, _POINTER],
+    "paged_decode": [*[_POINTER] * 4, _INT64, *[_POINTER] * 2, *[_INT64] * 6, _FLOAT, _INT64, *[_POINTER] * 2],
+    "tiled_decode_bf16": [*[_POINTER] * 6, _INT64, *[_POINTER] * 2, *[_INT64] * 6, _FLOAT, _INT64, *[_POINTER] * 2],
+    "tiled_decode_int8": [*[_POINTER] * 6, _INT64, *[_POINTER] * 2, *[_INT64] * 6, _FLOAT, _INT64, *[_POINTER] * 2],
+    "paged_prefill_bf16": [*[_POINTER] * 6, _INT64, *[_POINTER] * 3, *[_INT64] * 6, _FLOAT, _INT64, _POINTER],
+    "paged_prefill_int8": [*[_POINTER] * 6, _INT64, *[_POINTER] * 3, *[_INT64] * 6, _FLOAT, _INT64, _POINTER],
     "rms_norm": [*[_POINTER] * 3, *[_INT64] * 2, _FLOAT, _POINTER],
     "row_argmax": [_POINTER, *[_INT64] * 3, *[_POINTER] * 2],
     "segment_sums": [_POINTER, *[_INT64] * 3, *[_POINTER] * 2, _INT64, _POINTER],
-    "norm_rotate_store": [*[_POINTER] * 6, *[_INT64] * 5, _FLOAT, *[_POINTER] * 5],
-    "norm_rotate_store_tiled_bf16": [*[_POINTER] * 6, *[_INT64] * 5, _FLOAT, *[_POINTER] * 5],
-    "norm_rotate_store_tiled_int8": [*[_POINTER] * 6, *[_INT64] * 5, _FLOAT, *[_POINTER] * 5],
+    "norm_rotate_store": [*[_POINTER] * 6, *[_INT64] * 6, _FLOAT, *[_POINTER] * 5],
+    "norm_rotate_store_tiled_bf16": [*[_POINTER] * 6, *[_INT64] * 6, _FLOAT, *[_POINTER] * 5],
+    "norm_rotate_store_tiled_int8": [*[_POINTER] * 6, *[_INT64] * 6, _FLOAT, *[_POINTER] * 5],
 }
 _TYPED = {"paged_decode", "rms_norm", "norm_rotate_store", "row_argmax", "segment_sums"}
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.int8: "int8"}
 # As in decode.cpp.
 MAX_GROUP = 16
 MAX_HEAD_DIM = 256
-_HUGE_PAGE = 2 << 20
-_MADV_POPULATE_WRITE = 23
-_POPULATED_AT_ONCE = 16 * _HUGE_PAGE
-_POPULATE_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -76,44 +71,6 @@ class Int8Weight:
     gated: bool
 
 
-class _Call(ctypes.Structure):
-    """As in replay.cpp."""
-
-    _fields_ = (("function", _POINTER), ("arguments", _INT64 * 18), ("number", _FLOAT))
-
-
-class Recording:
-    """Calls of kernels, to be made again with the same pointers, and the memory for what they write.
-
-    memory: [bytes] uint8, handed out in a ring: a result is overwritten when as much has been handed out after it.
-    """
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory
-        self.num_bytes = 0
-        self._at = 0
-        self._calls: list[_Call] = []
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        size = -(-math.prod(shape) * dtype.itemsize // 64) * 64
-        if self._at + size > len(self.memory):
-            self._at = 0
-        result = self.memory[self._at : self._at + size].view(dtype)[: math.prod(shape)].view(shape)
-        self._at += size
-        self.num_bytes += size
-        return result
-
-    def note(self, function: Any, args: tuple[int | float | None, ...]) -> None:
-        call = _Call(ctypes.cast(function, _POINTER).value)
-        whole = [int(arg or 0) for arg in args if not isinstance(arg, float)]
-        call.arguments[: len(whole)] = whole
-        call.number = next((arg for arg in args if isinstance(arg, float)), 0.0)
-        self._calls.append(call)
-
-    def calls(self) -> ctypes.Array[_Call]:
-        return (_Call * len(self._calls))(*self._calls)
-
-
 class CPUKernels:
     """The loaded library. has_amx, has_amx_int8: whether the linear kernel of bf16, and that of int8, is there."""
 
@@ -131,28 +88,34 @@ class CPUKernels:
                     self._functions[full_name] = function
 
     @contextmanager
-    def recording(self, recording: Recording) -> Iterator[None]:
-        """Meanwhile, calls of this thread are made and noted, and their results lie in the recording's memory."""
-        self._local.recording = recording
+    def using(self, workspace: Workspace, recording: Recording | None = None) -> Iterator[None]:
+        """Meanwhile, this thread's results lie in the workspace. With a recording, calls are noted and not made."""
+        self._local.workspace, self._local.recording = workspace, recording
         try:
             yield
         finally:
-            self._local.recording = None
+            self._local.workspace = self._local.recording = None
 
-    def run(self, calls: ctypes.Array[_Call]) -> None:
+    def run(self, calls: np.ndarray) -> None:
         """Makes calls that were recorded, in one go."""
-        self._functions["run_calls"](ctypes.addressof(calls), len(calls))
+        self._functions["run_calls"](calls.ctypes.data, len(calls))
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """For a kernel's result; everything that a recorded call writes must come from here."""
-        recording: Recording | None = getattr(self._local, "recording", None)
-        return torch.empty(shape, dtype=dtype) if recording is None else recording.empty(shape, dtype)
+        workspace: Workspace | None = getattr(self._local, "workspace", None)
+        if workspace is None:
+            return torch.empty(shape, dtype=dtype)
+        result = workspace.empty(shape, dtype)
+        is_recording = getattr(self._local, "recording", None) is not None
+        assert not is_recording or workspace.holds(result), "calls that are made later need memory that is kept"
+        return result
 
     def _call(self, name: str, *args: int | float | None) -> None:
         function = self._functions[name]
-        function(*args)
         recording: Recording | None = getattr(self._local, "recording", None)
-        if recording is not None:
+        if recording is None:
+            function(*args)
+        else:
             recording.note(function, args)
 
     def supports(self, dtype: torch.dtype) -> bool:
@@ -223,7 +186,7 @@ class CPUKernels:
         self._call(
             f"paged_decode_{_SUFFIXES[q.dtype]}",
             q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), block_tables.data_ptr(), block_tables.stride(0),
-            seq_lens.data_ptr(), rows.data_ptr(), len(rows), num_heads, k_cache.shape[1], head_dim, k_cache.shape[2],
+            seq_lens.data_ptr(), rows.data_ptr(), len(rows), num_heads, *_geometry((k_cache, v_cache)),
             scale, splits, scratch.data_ptr(), out.data_ptr(),
         )  # fmt: skip
 
@@ -252,7 +215,7 @@ class CPUKernels:
         self._call(
             f"tiled_decode_{_SUFFIXES[kv[0].dtype]}",
             q.data_ptr(), *_pointers(kv), block_tables.data_ptr(), block_tables.stride(0), seq_lens.data_ptr(),
-            rows.data_ptr(), len(rows), num_heads, kv[0].shape[1], head_dim, kv[0].shape[2], scale, parts,
+            rows.data_ptr(), len(rows), num_heads, *_geometry(kv), scale, parts,
             memory.data_ptr(), out.data_ptr(),
         )  # fmt: skip
 
@@ -274,12 +237,12 @@ class CPUKernels:
         sequence i's queries are the rows starts[i] .. starts[i] + query_lens[i] - 1 of q. parts: shares of the work of
         one (sequence, KV head).
         """
-        num_heads, head_dim = q.shape[1:]
+        num_heads = q.shape[1]
         self._call(
             f"paged_prefill_{_SUFFIXES[kv[0].dtype]}",
             q.data_ptr(), *_pointers(kv), block_tables.data_ptr(), block_tables.stride(0), starts.data_ptr(),
-            query_lens.data_ptr(), seq_lens.data_ptr(), len(starts), num_heads, kv[0].shape[1], head_dim,
-            kv[0].shape[2], scale, parts, out.data_ptr(),
+            query_lens.data_ptr(), seq_lens.data_ptr(), len(starts), num_heads, *_geometry(kv), scale, parts,
+            out.data_ptr(),
         )  # fmt: skip
 
     def rms_norm(
@@ -311,13 +274,12 @@ class CPUKernels:
         qkv: [T, num_heads + 2 * num_kv_heads, head_dim]; cos, sin: [T, head_dim / 2]; slots: [T] int64. tiled: values
         go to the order of decode_tiled.cpp.
         """
-        num_kv_heads, block_size, head_dim = kv[0].shape[1:]
-        tokens, num_heads = qkv.shape[0], qkv.shape[1] - 2 * num_kv_heads
-        q = self.empty((tokens, num_heads, head_dim), qkv.dtype)
+        tokens, num_heads = qkv.shape[0], qkv.shape[1] - 2 * kv[0].shape[1]
+        q = self.empty((tokens, num_heads, qkv.shape[2]), qkv.dtype)
         self._call(
             f"norm_rotate_store_{'tiled_' if tiled else ''}{_SUFFIXES[kv[0].dtype]}",
             qkv.data_ptr(), q_weight.data_ptr(), k_weight.data_ptr(), cos.data_ptr(), sin.data_ptr(), slots.data_ptr(),
-            tokens, num_heads, num_kv_heads, head_dim, block_size, eps, q.data_ptr(), *_pointers(kv),
+            tokens, num_heads, *_geometry(kv), eps, q.data_ptr(), *_pointers(kv),
         )  # fmt: skip
         return q
 
@@ -348,6 +310,17 @@ class CPUKernels:
         return sums
 
 
+def _geometry(kv: LayerKV) -> tuple[int, int, int, int]:
+    """(num_kv_heads, head_dim, block_size, block_rows) as in common.h."""
+    _, num_kv_heads, block_size, head_dim = kv[0].shape
+    block_rows = kv[0].stride(0) // head_dim
+    rows = (block_rows, block_size, 1)
+    for tensor in kv[:2]:
+        assert tensor.stride() == (*(count * head_dim for count in rows), 1), "a layout that the kernels don't know"
+    assert all(scales.stride() == rows for scales in kv[2:]), "scales lie otherwise than what they scale"
+    return num_kv_heads, head_dim, block_size, block_rows
+
+
 def _pointers(kv: LayerKV) -> list[int | None]:
     """Of keys, values, and their scales, if there are any."""
     return [tensor.data_ptr() for tensor in kv] + [None] * (4 - len(kv))
@@ -367,32 +340,3 @@ def kernels_for(dtype: torch.dtype, device: str) -> CPUKernels | None:
     """The kernels, if they are there and compute in that dtype on that device."""
     kernels = load() if device == "cpu" else None
     return kernels if kernels is not None and kernels.supports(dtype) else None
-
-
-def huge_empty(shape: tuple[int, ...], dtype: torch.dtype, *, populate: bool = False) -> torch.Tensor:
-    """Uninitialized (zero) memory on huge pages where the kernel grants them: read about a fifth faster here.
-
-    populate: pages are mapped now and not at first use, as many as a few seconds allow. In a virtual machine whose host
-    has to find the memory first, one huge page was seen to take 5 ms, which a step would pay for; elsewhere it is 0.1.
-    """
-    size = math.prod(shape) * dtype.itemsize
-    if size < _HUGE_PAGE:
-        return torch.zeros(shape, dtype=dtype)
-    # Whole huge pages, from the first byte to the last: mmap promises no alignment to them.
-    whole = -(-size // _HUGE_PAGE) * _HUGE_PAGE
-    region = mmap.mmap(-1, whole + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        region.madvise(mmap.MADV_HUGEPAGE)
-    start = ctypes.addressof(ctypes.c_char.from_buffer(region))
-    if populate and sys.platform == "linux":
-        # Linux 5.14 and later; where it is refused, pages are mapped at first use.
-        first, madvise, stop = (
-            start + -start % _HUGE_PAGE,
-            ctypes.CDLL(None).madvise,
-            time.monotonic() + _POPULATE_SECONDS,
-        )
-        for at in range(first, first + whole, _POPULATED_AT_ONCE):
-            size = min(_POPULATED_AT_ONCE, first + whole - at)
-            if madvise(ctypes.c_void_p(at), ctypes.c_size_t(size), _MADV_POPULATE_WRITE) or time.monotonic() > stop:
-                break
-    return torch.frombuffer(region, dtype=dtype, count=math.prod(shape), offset=-start % _HUGE_PAGE).view(shape)

@@ -49,7 +49,7 @@ struct Cache {
     int64_t kv_head, seq_len;
     // Of a token, in rows of head_dim values, and in scales.
     int64_t slot(int64_t token, const AttentionShape &shape) const {
-        return (blocks[token / shape.block_size] * shape.num_kv_heads + kv_head) * shape.block_size + token % shape.block_size;
+        return shape.row(blocks, kv_head, token);
     }
 };
 
@@ -374,18 +374,18 @@ static void paged_prefill(const bf16 *q, const T *k_cache, const T *v_cache, con
 extern "C" void paged_prefill_bf16(const bf16 *q, const bf16 *k_cache, const bf16 *v_cache, const float *k_scales,
                                    const float *v_scales, const int32_t *block_tables, int64_t table_stride,
                                    const int64_t *starts, const int64_t *query_lens, const int64_t *seq_lens, int64_t num_seqs,
-                                   int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t block_size, float scale,
-                                   int64_t parts, bf16 *out) {
+                                   int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t block_size,
+                                   int64_t block_rows, float scale, int64_t parts, bf16 *out) {
     paged_prefill(q, k_cache, v_cache, k_scales, v_scales, block_tables, table_stride, starts, query_lens, seq_lens, num_seqs,
-                  {num_heads, num_kv_heads, head_dim, block_size, scale}, parts, out);
+                  {num_heads, num_kv_heads, head_dim, block_size, block_rows, scale}, parts, out);
 }
 
 extern "C" void paged_prefill_int8(const bf16 *q, const int8_t *k_cache, const int8_t *v_cache, const float *k_scales,
                                    const float *v_scales, const int32_t *block_tables, int64_t table_stride,
                                    const int64_t *starts, const int64_t *query_lens, const int64_t *seq_lens, int64_t num_seqs,
-                                   int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t block_size, float scale,
-                                   int64_t parts, bf16 *out) {
+                                   int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t block_size,
+                                   int64_t block_rows, float scale, int64_t parts, bf16 *out) {
     paged_prefill(q, k_cache, v_cache, k_scales, v_scales, block_tables, table_stride, starts, query_lens, seq_lens, num_seqs,
-                  {num_heads, num_kv_heads, head_dim, block_size, scale}, parts, out);
+                  {num_heads, num_kv_heads, head_dim, block_size, block_rows, scale}, parts, out);
 }
 #endif
