@@ -43,7 +43,7 @@ from hypothesis import strategies as st
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.config import EngineConfig, ModelConfig, SchedulerConfig
-from nanoinfer.executor import messages, multiproc, worker_main
+from nanoinfer.executor import messages, multiproc, rank_process, worker_main
 from nanoinfer.executor.base import EngineDeadError, Executor
 from nanoinfer.executor.multiproc import MultiprocExecutor
 from nanoinfer.step import KVCacheCapacity, NewSequence, SchedulerOutput, StepResult, TokenLogprobs
@@ -358,10 +358,10 @@ def test_the_end_of_a_stack_is_found_and_no_earlier(depth: int, tmp_path: Path) 
     """A rank writes its stack piece by piece, which a busy machine can stretch out."""
     program = "def dive(n):\n    dive(n - 1) if n else faulthandler.dump_traceback(all_threads=False)\n"
     (tmp_path / "deep.py").write_text(f"import faulthandler\n{program}dive({depth})\n")
-    command = [sys.executable, "-c", multiproc._BOOT, "deep", json.dumps([str(tmp_path), *sys.path])]
+    command = [sys.executable, "-c", rank_process._BOOT, "deep", json.dumps([str(tmp_path), *sys.path])]
     stack = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     assert stack.count("in dive") == min(depth + 1, 100)
-    assert [n for n in range(len(stack) + 1) if multiproc._STACK_END.search(stack[:n])] == [len(stack)]
+    assert [n for n in range(len(stack) + 1) if rank_process._STACK_END.search(stack[:n])] == [len(stack)]
 
 
 @pytest.mark.usefixtures("leaves_nothing")
@@ -722,6 +722,18 @@ def _interrupt_at_line(number: int, files: set[str], call: Callable[[], object])
         sys.settrace(before)
         signal.signal(signal.SIGINT, handler)
     return left <= 0
+
+
+@pytest.mark.parametrize(("device", "has_gpu", "compiles"), [
+    ("cpu", False, True), ("cpu", True, True), ("auto", False, True), ("auto", True, False), ("cuda", True, False),
+])  # fmt: skip
+def test_cpu_kernels_are_not_compiled_for_ranks_that_a_gpu_may_run(
+    device: str, has_gpu: bool, compiles: bool, tmp_path: Path
+) -> None:
+    control = tmp_path / "nvidiactl"
+    if has_gpu:
+        control.touch()
+    assert multiproc.may_run_on_cpu(device, control) is compiles
 
 
 @pytest.mark.parametrize("size", ["small", "large"])

@@ -1,4 +1,4 @@
-"""Where a model's files are, and those of them that the engine itself reads: tokenizer and generation config.
+"""Where a model's files are, and what the engine itself reads in them: tokenizer, default parameters, end of sequence.
 
 The path is resolved once, here; ranks get a directory. Hub access is huggingface_hub's, with its environment variables
 (HF_HOME, HF_TOKEN, HF_HUB_OFFLINE).
@@ -9,6 +9,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from nanoinfer.config import ModelConfig, token_id_list
+from nanoinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,3 +68,21 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase | None:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+
+
+def default_sampling_params(model_dir: Path, generation_config: dict[str, Any]) -> SamplingParams:
+    """The parameters of requests that bring none. Raises ValueError that names the file."""
+    try:
+        return SamplingParams.from_generation_config(generation_config)
+    except ValueError as error:
+        raise ValueError(f"{model_dir / 'generation_config.json'}: {error}") from error
+
+
+def find_eos_token_ids(
+    model_config: ModelConfig, generation_config: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None
+) -> set[int]:
+    """From three sources, each of which has been found to lack one that another has."""
+    ids = {*model_config.eos_token_ids, *token_id_list(generation_config.get("eos_token_id"))}
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return ids

@@ -20,13 +20,19 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nanoinfer.config import EngineConfig, ModelConfig, SchedulerConfig, token_id_list
+from nanoinfer.config import EngineConfig, ModelConfig, SchedulerConfig
 from nanoinfer.engine import sequence
-from nanoinfer.engine.checkpoint import find_checkpoint, load_generation_config, load_tokenizer
+from nanoinfer.engine.checkpoint import (
+    default_sampling_params,
+    find_checkpoint,
+    find_eos_token_ids,
+    load_generation_config,
+    load_tokenizer,
+)
 from nanoinfer.engine.detokenizer import TokenTable
 from nanoinfer.engine.input_processor import InputProcessor, Prompt
 from nanoinfer.engine.output_processor import OutputProcessor, Request
@@ -39,7 +45,7 @@ from nanoinfer.sampling_params import Grammar, SamplingParams
 from nanoinfer.step import KVCacheCapacity, SchedulerOutput, StepResult, StepStats, token_bitmask
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +82,8 @@ class LLMEngine:
         _check_length(config, self.model_config)
 
         # All that can be wrong with the files is found before anything is loaded.
-        default_params = _default_params(model_dir, generation_config)
-        eos_token_ids = _eos_token_ids(self.model_config, generation_config, self.tokenizer)
+        default_params = default_sampling_params(model_dir, generation_config)
+        eos_token_ids = find_eos_token_ids(self.model_config, generation_config, self.tokenizer)
         self.output_processor = OutputProcessor(TokenTable(self.tokenizer) if self.tokenizer is not None else None)
         self.executor: Executor = _make_executor(config, self.model_config, model_dir, self.seed)
         try:
@@ -364,13 +370,6 @@ def _bitmask(seq: sequence.Sequence, vocab_size: int) -> np.ndarray:
     return mask
 
 
-def _default_params(model_dir: Path, generation_config: dict[str, Any]) -> SamplingParams:
-    try:
-        return SamplingParams.from_generation_config(generation_config)
-    except ValueError as error:
-        raise ValueError(f"{model_dir / 'generation_config.json'}: {error}") from error
-
-
 def _check_length(config: EngineConfig, model_config: ModelConfig) -> None:
     if config.max_model_len is not None and config.max_model_len > model_config.max_model_len:
         raise ValueError(
@@ -399,13 +398,3 @@ def _scheduler_config(config: EngineConfig, model_config: ModelConfig, capacity:
         block_size=capacity.block_size,
         enable_prefix_caching=config.enable_prefix_caching,
     )
-
-
-def _eos_token_ids(
-    model_config: ModelConfig, generation_config: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None
-) -> set[int]:
-    """Each of the three sources has been found to lack one that another has."""
-    ids = {*model_config.eos_token_ids, *token_id_list(generation_config.get("eos_token_id"))}
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        ids.add(tokenizer.eos_token_id)
-    return ids

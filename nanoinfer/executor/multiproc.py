@@ -11,27 +11,21 @@ The ranks in turn watch their socket, and end when this process does.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import re
 import select
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import weakref
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 from types import FrameType
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 from nanoinfer.config import EngineConfig, ModelConfig, SchedulerConfig
 from nanoinfer.executor.base import EngineDeadError, Executor, StepHandle
@@ -40,7 +34,6 @@ from nanoinfer.executor.messages import (
     Allocated,
     Failed,
     Reply,
-    Shutdown,
     Start,
     Started,
     Step,
@@ -49,39 +42,15 @@ from nanoinfer.executor.messages import (
     receive,
     receive_at_once,
 )
+from nanoinfer.executor.rank_process import RankProcess, hear, how_it_ended, kill, spawn, stacks_of, stop
 from nanoinfer.step import KVCacheCapacity, SchedulerOutput, StepResult
 
 logger = logging.getLogger(__name__)
 
-_SHUTDOWN_SECONDS = 5.0
 # How long to listen for what other ranks have to say once one has failed.
 _NEWS_SECONDS = 1.0
-_STACKS_SECONDS = 2.0
-# The outermost frame is in the program _BOOT; after 100 frames faulthandler stops with dots. It writes piece by piece.
-_STACK_END = re.compile(r'(  File "<string>", .*|  \.\.\.)\n\Z')
 # Two such are far below what a socket buffers, in which the step before may lie unread when one is sent.
 _SMALL_FRAME = 1 << 14
-
-
-_BOOT = """
-import json, runpy, sys
-module, sys.path[:] = sys.argv.pop(1), json.loads(sys.argv.pop(1))
-runpy.run_module(module, run_name="__main__")
-"""
-
-
-@dataclass(frozen=True)
-class _Rank:
-    """A rank's process, our end of its socket, and the file to which it dumps its stack when asked.
-
-    inbox: what it has said and nobody has waited for yet.
-    """
-
-    index: int
-    process: subprocess.Popen[bytes]
-    sock: socket.socket
-    stacks: IO[bytes]
-    inbox: deque[Reply] = field(default_factory=deque)
 
 
 class MultiprocExecutor(Executor):
@@ -105,16 +74,16 @@ class MultiprocExecutor(Executor):
         # Of the last step that came back: how long rank 0 was at it, and in collectives.
         self.busy_seconds = self.collective_seconds = 0.0
         self._directory = tempfile.mkdtemp(prefix="nanoinfer-")
-        self._ranks: list[_Rank] = []
-        self._by_fd: dict[int, _Rank] = {}
+        self._ranks: list[RankProcess] = []
+        self._by_fd: dict[int, RankProcess] = {}
         self._poller = select.poll()
         # Runs at close, at garbage collection and at interpreter exit, whichever comes first.
-        self._finalizer = weakref.finalize(self, _stop, self._ranks, self._directory, os.getpid())
-        if config.device != "cuda":
+        self._finalizer = weakref.finalize(self, stop, self._ranks, self._directory, os.getpid())
+        if may_run_on_cpu(config.device):
             _build_kernels()
         try:
             for index in range(config.tensor_parallel_size):
-                self._ranks.append(_spawn(index, config.tensor_parallel_size, self.worker_module))
+                self._ranks.append(spawn(index, config.tensor_parallel_size, self.worker_module))
             for rank in self._ranks:
                 rank.sock.settimeout(self._timeout)
                 self._by_fd[rank.sock.fileno()] = rank
@@ -129,7 +98,7 @@ class MultiprocExecutor(Executor):
             shutil.rmtree(self._directory, ignore_errors=True)  # they have met
             self._has_started = True
         except BaseException:
-            _kill(self._ranks)
+            kill(self._ranks)
             self._finalizer()
             raise
 
@@ -203,15 +172,15 @@ class MultiprocExecutor(Executor):
             self._send(rank, frame)
         self._unsure = None
 
-    def _send(self, rank: _Rank, frame: bytes) -> None:
+    def _send(self, rank: RankProcess, frame: bytes) -> None:
         try:
             rank.sock.sendall(frame)
         except TimeoutError:
-            self._fail(f"rank {rank.index} took no command for {self._timeout:g} s\n{_stacks(self._ranks)}")
+            self._fail(f"rank {rank.index} took no command for {self._timeout:g} s\n{stacks_of(self._ranks)}")
         except OSError:
             self._blame({})
 
-    def _expect(self, kind: type[Any], rank: _Rank, what: str, deadline: float) -> Any:
+    def _expect(self, kind: type[Any], rank: RankProcess, what: str, deadline: float) -> Any:
         """The next message of `rank`, which must be of that kind; meanwhile, watches over all ranks."""
         while not rank.inbox:
             self._listen(what, deadline)
@@ -224,11 +193,11 @@ class MultiprocExecutor(Executor):
         started = monotonic()
         ready = self._poller.poll(1000 * max(0.0, deadline - started))
         if not ready:
-            self._fail(f"{what} did not come to an end in {monotonic() - started:.3g} s\n{_stacks(self._ranks)}")
+            self._fail(f"{what} did not come to an end in {monotonic() - started:.3g} s\n{stacks_of(self._ranks)}")
         for fd, _ in ready:
             self._by_fd[fd].inbox.append(self._receive(self._by_fd[fd]))
 
-    def _receive(self, rank: _Rank) -> Reply:
+    def _receive(self, rank: RankProcess) -> Reply:
         try:
             message = receive_at_once(rank.sock)
             if message is None:
@@ -246,12 +215,12 @@ class MultiprocExecutor(Executor):
 
         failures: what has been heard already, by rank.
         """
-        silent: list[_Rank] = []
+        silent: list[RankProcess] = []
         deadline = monotonic() + _NEWS_SECONDS
         while True:
             for rank in self._ranks:
                 if rank.index not in failures and rank not in silent:
-                    news = _hear(rank)
+                    news = hear(rank)
                     if isinstance(news, Failed):
                         failures[rank.index] = news
                     elif news == "gone":
@@ -262,14 +231,14 @@ class MultiprocExecutor(Executor):
             select.select([], [], [], min(0.05, quiet))
         if silent:
             # Dead without a word: nothing that another rank did could cause that.
-            self._fail("; ".join(map(_how_it_ended, silent)))
+            self._fail("; ".join(map(how_it_ended, silent)))
         index, first = min(failures.items(), key=lambda item: item[1].when)
         self._fail(f"rank {index} raised\n{first.traceback}", None if self._has_started else first.user_error)
 
     def _fail(self, reason: str, user_error: str | None = None) -> NoReturn:
         """Tears everything down and raises."""
         self._death = reason
-        _kill(self._ranks)
+        kill(self._ranks)
         self._finalizer()
         if user_error is not None:
             raise ValueError(user_error) from EngineDeadError(reason)
@@ -285,76 +254,18 @@ class _Pending(StepHandle):
         return self.executor._wait_for_step(self.index)
 
 
-def _hear(rank: _Rank) -> Failed | str:
-    """What a rank says of its failure; "gone" if it is dead without a word, "well" if there is nothing to hear."""
-    poller = select.poll()
-    poller.register(rank.sock.fileno(), select.POLLIN)
-    try:
-        while poller.poll(0):
-            message = receive(rank.sock)
-            if isinstance(message, Failed):
-                return message
-    except (EOFError, OSError):
-        return "gone"
-    return "well"
-
-
-def _how_it_ended(rank: _Rank) -> str:
-    try:
-        code = rank.process.wait(_SHUTDOWN_SECONDS)
-    except subprocess.TimeoutExpired:
-        return f"rank {rank.index} (process {rank.process.pid}) closed its connection"
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
-    return f"rank {rank.index} (process {rank.process.pid}) {how}"
+def may_run_on_cpu(device: str, gpu_control: Path = Path("/dev/nvidiactl")) -> bool:
+    """Whether ranks are likely to, as far as one can tell without torch, which this process need not load."""
+    return device == "cpu" or (device == "auto" and not gpu_control.exists())
 
 
 def _build_kernels() -> None:
-    """Compiles the CPU kernels if need be, once for all ranks. What goes wrong, the ranks will find and say."""
+    """Compiles the CPU kernels if need be, once for all ranks, which otherwise would wait for the first that does. What
+    goes wrong, the ranks will find and say."""
     from nanoinfer.kernels.cpu.build import BuildError, build_kernels
 
     with suppress(BuildError):
         build_kernels()
-
-
-def _spawn(index: int, size: int, module: str) -> _Rank:
-    """A fresh interpreter, not a fork: torch's threads survive none, and the user's main script isn't run again."""
-    ours, theirs = socket.socketpair()
-    stacks = tempfile.TemporaryFile()  # noqa: SIM115
-    environment = dict(os.environ)
-    num_threads = environment.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // size)))
-    if index == 0:
-        logger.info("%d ranks with OMP_NUM_THREADS=%s each (set it to change it)", size, num_threads)
-    with theirs:
-        process = subprocess.Popen(
-            # Isolated, with our own sys.path: `-m` would put the working directory in front of the standard library.
-            [
-                sys.executable,
-                "-I",
-                "-c",
-                _BOOT,
-                module,
-                json.dumps(list(map(str, sys.path))),
-                str(theirs.fileno()),
-                str(stacks.fileno()),
-            ],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(), stacks.fileno()),
-            # Out of the terminal's process group: Ctrl-C must not reach a rank before it ignores the signal.
-            start_new_session=True,
-        )
-    return _Rank(index, process, ours, stacks)
-
-
-def num_cores() -> int:
-    """Cores that this process may use: its affinity mask, less what the cgroup's CPU quota takes away."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota_file = Path("/sys/fs/cgroup/cpu.max")
-    if quota_file.is_file():
-        quota, period = quota_file.read_text().split()
-        if quota != "max":
-            cores = min(cores, max(1, int(quota) // int(period)))
-    return cores
 
 
 @contextmanager
@@ -375,56 +286,3 @@ def _uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
         if caught:
             handler(*caught[0])
-
-
-def _stacks(ranks: list[_Rank]) -> str:
-    """What each rank's main thread is doing, from the ranks that still can tell."""
-    for rank in ranks:
-        if rank.process.poll() is None:
-            rank.process.send_signal(signal.SIGUSR1)
-    texts = []
-    deadline = monotonic() + _STACKS_SECONDS
-    for rank in ranks:
-        text = _read_stack(rank)
-        while not _STACK_END.search(text) and rank.process.poll() is None and monotonic() < deadline:
-            select.select([], [], [], 0.02)
-            text = _read_stack(rank)
-        texts.append(f"rank {rank.index}: {text.strip() or 'does not tell where it is'}")
-    return "\n".join(texts)
-
-
-def _read_stack(rank: _Rank) -> str:
-    # Not by seek and read: the rank writes at an offset that it shares with us.
-    return os.pread(rank.stacks.fileno(), 1 << 20, 0).decode(errors="replace")
-
-
-def _kill(ranks: list[_Rank]) -> None:
-    for rank in ranks:
-        if rank.process.poll() is None:
-            rank.process.kill()
-
-
-def _stop(ranks: list[_Rank], directory: str, owner: int) -> None:
-    """Asks the ranks to leave, kills those that don't, and frees all that the executor holds.
-
-    Not in a fork of the process that `owner` is the id of: the ranks are not the fork's.
-    """
-    if os.getpid() != owner:
-        return
-    for rank in ranks:
-        try:
-            rank.sock.settimeout(_SHUTDOWN_SECONDS)
-            rank.sock.sendall(encode(Shutdown()))
-        except OSError:
-            pass  # it is dead already
-    deadline = monotonic() + _SHUTDOWN_SECONDS
-    for rank in ranks:
-        try:
-            rank.process.wait(max(0.0, deadline - monotonic()))
-        except subprocess.TimeoutExpired:
-            rank.process.kill()
-            rank.process.wait()
-        rank.sock.close()
-        rank.stacks.close()
-    ranks.clear()
-    shutil.rmtree(directory, ignore_errors=True)

@@ -67,18 +67,9 @@ def _keys_per_split(
 # The number of columns changes from step to step: kernels for kinds of it would be compiled in the middle of a run.
 @triton.jit(do_not_specialize=["table_stride"])
 def paged_decode_kernel(
-    q: tl.tensor,
-    k_cache: tl.tensor,
-    v_cache: tl.tensor,
-    block_tables: tl.tensor,
-    seq_lens: tl.tensor,
-    rows: tl.tensor,
-    out: tl.tensor,
-    partial_out: tl.tensor,
-    partial_lse: tl.tensor,
-    scale: tl.tensor,
-    table_stride: tl.tensor,
-    num_heads: tl.tensor,
+    q: tl.tensor, k_cache: tl.tensor, v_cache: tl.tensor, block_tables: tl.tensor, seq_lens: tl.tensor,
+    rows: tl.tensor, out: tl.tensor, partial_out: tl.tensor, partial_lse: tl.tensor,
+    scale: tl.tensor, table_stride: tl.tensor, num_heads: tl.tensor,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_GROUP: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr, MIN_TILES: tl.constexpr,
     PRECISION: tl.constexpr,
