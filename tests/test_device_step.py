@@ -164,7 +164,7 @@ def test_a_mixed_step_stays_on_the_gpu_and_waits_for_nothing(monkeypatch: pytest
     assert len(sent) == 2, "the batch, and its plan"
     with mode, torch.inference_mode(), Indexing(), Devices() as devices:
         logits = runner.compute_logits(runner.forward(batch), batch.logits_indices)
-        rows, uniforms = torch.empty(3, dtype=torch.int64, device="cuda"), torch.empty(3, device="cuda").double()
+        rows, uniforms = torch.empty(3, dtype=torch.int32, device="cuda"), torch.empty(3, device="cuda").double()
         sampling: DeviceSampling = runner.rows.sampling(rows, uniforms, has_filters=True)
         tokens = sample_on_device(logits, sampling, runner.shard)
     assert tokens.shape == (3,) and not devices.elsewhere
@@ -206,7 +206,7 @@ class FakeDeviceRunner(DeviceRunner):
         with self.mode:
             return super().forward(batch)
 
-    def compute_logits(self, hidden: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden: torch.Tensor, indices: torch.Tensor | None) -> torch.Tensor:
         with self.mode:
             return super().compute_logits(hidden, indices)
 
@@ -304,7 +304,7 @@ def test_a_synchronization_would_be_found(
     _, run = launched
     compute_logits = DeviceRunner.compute_logits
 
-    def waiting(self: DeviceRunner, hidden: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    def waiting(self: DeviceRunner, hidden: torch.Tensor, indices: torch.Tensor | None) -> torch.Tensor:
         logits = compute_logits(self, hidden, indices)
         SYNCHRONIZATIONS[how](logits)
         return logits

@@ -246,13 +246,18 @@ def test_prepare_decode_and_store_tokens(count: int, block_size: int, seed: int)
     num_prompt = torch.from_numpy(rng.integers(1, 20, table_rows).astype(np.int32))
     row_seeds = rng.integers(0, 2**64, table_rows, np.uint64)
     tables = torch.from_numpy(rng.integers(0, 10**6, (table_rows, columns)).astype(np.int32))
-    arguments = (rows, num_computed, last_token, num_prompt, torch.from_numpy(row_seeds.view(np.int64)), tables)
+    kept = (rng.random(table_rows), rng.random(table_rows), rng.integers(0, 99, table_rows), rng.random(table_rows))
+    settings = [torch.from_numpy(x.astype(np.int32 if x.dtype == np.int64 else np.float32)) for x in kept]
+    row_bits = torch.from_numpy(row_seeds.view(np.int64))
+    arguments = (rows, num_computed, last_token, num_prompt, row_bits, *settings, tables)
     outputs = inputs.prepare_decode(*arguments, block_size)
     for out, expected in zip(outputs, reference.prepare_decode(*arguments, block_size), strict=True):
         assert out.dtype == expected.dtype and torch.equal(out, expected)
     live = (rows >= 0).numpy()
     index = (num_computed + 1 - num_prompt[rows.long()]).numpy()[live].astype(np.int64).view(np.uint64)
     assert np.array_equal(outputs[4].numpy()[live], numpy_uniforms(row_seeds[rows.numpy()[live]], index))
+    for out, of_rows in zip(outputs[6:], settings, strict=True):
+        assert torch.equal(out[live], of_rows[rows[live].long()]) and not out[~live].any()
 
     tokens = torch.from_numpy(rng.integers(-1, 1000, count))
     before = last_token.clone()

@@ -155,7 +155,9 @@ def _input_errors() -> Iterator[tuple[str, float]]:
     rows = torch.randperm(256, device="cuda").int()
     rows[::7] = -1
     lengths, tables = (integers(4096, 256).int(), integers(20, 256).int()), integers(10**6, 256, 128).int()
-    step = (rows, lengths[0], integers(150000, 256), lengths[1], integers(2**62, 256) * 3, tables, _BLOCK)
+    shares = [torch.rand(256, device="cuda") for _ in range(3)]
+    settings = (shares[0], shares[1], integers(50, 256).int(), shares[2])
+    step = (rows, lengths[0], integers(150000, 256), lengths[1], integers(2**62, 256) * 3, *settings, tables, _BLOCK)
     pairs = zip(inputs.prepare_decode(*step), reference.prepare_decode(*step), strict=True)
     yield "prepare_decode", max(float((ours != right).double().mean()) for ours, right in pairs)
 

@@ -118,7 +118,8 @@ class _InstantDevice(DeviceRunner):
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         return torch.empty(0)
 
-    def compute_logits(self, hidden: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden: torch.Tensor, indices: torch.Tensor | None) -> torch.Tensor:
+        assert indices is not None  # None comes from `decode` alone
         return torch.empty(len(indices), 0)
 
     def _sample(self, step: StepRows, batch: InputBatch, logits: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,4 +48,8 @@ class UniprocExecutor(Executor):
         return _Launched(self.runner.launch(plan))
 
     def close(self) -> None:
+        has_graphs = self._runner is not None and self._runner.runs_ahead
         self._runner = None
+        if has_graphs:
+            # They are part of a cycle that holds the pool and the weights.
+            gc.collect()

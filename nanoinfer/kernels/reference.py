@@ -198,13 +198,19 @@ def prepare_decode(
     last_token: torch.Tensor,
     num_prompt: torch.Tensor,
     seeds: torch.Tensor,
+    inverse: torch.Tensor,
+    min_p: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
     block_tables: torch.Tensor,
     block_size: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(input_ids, positions, slots: int64; seq_lens: int32; uniforms: float64), [n] each, for one query per row.
+) -> tuple[torch.Tensor, ...]:
+    """(input_ids, positions, slots: int64; seq_lens: int32; uniforms: float64; table_rows: int32; inverse, min_p,
+    top_k, top_p as they are kept), [n] each, for one query per row.
 
-    rows, num_computed: [n]; row -1 is padding, with length 0 and slot -1. The others are kept per row: last_token,
-    num_prompt, seeds [R] (int64 with the bits of uint64), block_tables [R, columns].
+    rows, num_computed: [n]; row -1 is padding, with length 0, slot -1, row 0 of the tables and settings of zero. The
+    others are kept per row: last_token, num_prompt, seeds [R] (int64 with the bits of uint64), settings of the sampler
+    [R], block_tables [R, columns].
     """
     is_live = rows >= 0
     row = rows.where(is_live, 0).long()
@@ -214,7 +220,8 @@ def prepare_decode(
     output_indices = position + 1 - num_prompt[row].where(is_live, 0)
     uniforms = uniform_numbers(seeds[row].where(is_live, 0), output_indices)
     seq_lens = (position + 1).where(is_live, 0).int()
-    return last_token[row].where(is_live, 0), position, slots, seq_lens, uniforms
+    settings = (kept[row].where(is_live, 0) for kept in (inverse, min_p, top_k, top_p))
+    return last_token[row].where(is_live, 0), position, slots, seq_lens, uniforms, row.int(), *settings
 
 
 def uniform_numbers(seeds: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:

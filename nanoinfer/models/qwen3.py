@@ -55,9 +55,10 @@ class Qwen3ForCausalLM(nn.Module):
         """Hidden states of all tokens of the step, [num_tokens, hidden_size]; writes their keys and values."""
         return self.model(batch, kv_cache)
 
-    def compute_logits(self, hidden: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-        """This rank's logits of the tokens at `indices`, [len(indices), lm_head.num_rows]; padding is -inf."""
-        return self.lm_head(hidden[indices])
+    def compute_logits(self, hidden: torch.Tensor, indices: torch.Tensor | None) -> torch.Tensor:
+        """This rank's logits of the tokens at `indices` (None: of all), [len(indices), lm_head.num_rows]; padding is
+        -inf."""
+        return self.lm_head(hidden if indices is None else hidden[indices])
 
     def shards(self) -> Iterator[ShardSpec]:
         """Every tensor of the checkpoint that must be there, and where this rank's part of it goes."""

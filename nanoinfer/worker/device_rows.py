@@ -17,7 +17,7 @@ from nanoinfer.worker.input_batch import InputBatch
 
 class DeviceRows:
     """One entry per row. last_token: int64; num_prompt: int32; seeds: int64 (the bits of uint64); block_tables:
-    [max_num_seqs, columns] int32; the rest: see `DeviceSampling`."""
+    [max_num_seqs, columns] int32; settings: the first four of `DeviceSampling`. all_rows: 0, 1, 2, ... int64."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
         def zeros(dtype: torch.dtype) -> torch.Tensor:
@@ -26,8 +26,10 @@ class DeviceRows:
         self.device = device
         self.block_size = block_size
         self.last_token, self.seeds = zeros(torch.int64), zeros(torch.int64)
-        self.num_prompt, self.top_k = zeros(torch.int32), zeros(torch.int32)
-        self.inverse, self.min_p, self.top_p = zeros(torch.float32), zeros(torch.float32), zeros(torch.float32)
+        self.num_prompt = zeros(torch.int32)
+        f32, i32 = torch.float32, torch.int32
+        self.settings = (zeros(f32), zeros(f32), zeros(i32), zeros(f32))
+        self.all_rows = torch.arange(max_num_seqs, device=device)
         columns = -(-max_model_len // block_size)
         self.block_tables = torch.zeros(max_num_seqs, columns, dtype=torch.int32, device=device)
 
@@ -47,12 +49,10 @@ class DeviceRows:
         where, what, rows, *settings = upload(arrays, self.device)
         self.block_tables.view(-1).index_copy_(0, where, what)
         if len(added):
-            kept = (self.num_prompt, self.seeds, self.inverse, self.min_p, self.top_k, self.top_p)
-            for ours, values in zip(kept, settings, strict=True):
+            for ours, values in zip((self.num_prompt, self.seeds, *self.settings), settings, strict=True):
                 ours.index_copy_(0, rows, values)
 
     def sampling(self, rows: torch.Tensor, uniforms: torch.Tensor, has_filters: bool) -> DeviceSampling:
-        """rows: [n] int64, on the device, none below zero."""
-        return DeviceSampling(
-            self.inverse[rows], self.min_p[rows], self.top_k[rows], self.top_p[rows], uniforms, has_filters
-        )
+        """rows: [n] int32 or int64, on the device, none below zero."""
+        inverse, min_p, top_k, top_p = (kept.index_select(0, rows) for kept in self.settings)
+        return DeviceSampling(inverse, min_p, top_k, top_p, uniforms, has_filters)

@@ -19,7 +19,7 @@ import torch
 from nanoinfer.attention.base import AttentionBackend, ForwardBatch, KVCache
 from nanoinfer.attention.upload import upload
 from nanoinfer.config import SchedulerConfig
-from nanoinfer.layers.device_sampler import adjusted, sample_on_device
+from nanoinfer.layers.device_sampler import DeviceSampling, adjusted, sample_on_device
 from nanoinfer.layers.sampler import SamplingBatch, VocabShard, row_logprobs
 from nanoinfer.models.qwen3 import Qwen3ForCausalLM
 from nanoinfer.step import SchedulerOutput, TokenLogprobs
@@ -78,7 +78,7 @@ class DeviceRunner:
             if tokens is None or not is_done or sampling.adjusts_logits:
                 tokens = self._sample(step, batch, logits, sampling)
             if wanted := list(sampling.logprobs):
-                logprobs = row_logprobs(logits[wanted].float(), tokens[wanted], wanted, sampling.logprobs, self.shard)
+                logprobs = row_logprobs(logits[wanted], tokens[wanted], wanted, sampling.logprobs, self.shard)
         return step, Download(tokens), logprobs, hidden
 
     def decode(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,11 +89,11 @@ class DeviceRunner:
         from nanoinfer.kernels.triton import inputs as kernels
 
         kept, n = self.rows, inputs.shape[1]
-        input_ids, positions, slots, seq_lens, uniforms = kernels.prepare_decode(
-            inputs[0], inputs[1], kept.last_token, kept.num_prompt, kept.seeds, kept.block_tables, kept.block_size
+        rows = (kept.last_token, kept.num_prompt, kept.seeds, *kept.settings, kept.block_tables)
+        input_ids, positions, slots, seq_lens, uniforms, table_rows, inverse, min_p, top_k, top_p = (
+            kernels.prepare_decode(inputs[0], inputs[1], *rows, kept.block_size)
         )
-        rows = inputs[0].clamp(min=0).long()
-        tables = kept.block_tables.index_select(0, rows)
+        tables = kept.block_tables.index_select(0, table_rows)
         batch = ForwardBatch(
             input_ids=input_ids,
             positions=positions,
@@ -101,13 +101,13 @@ class DeviceRunner:
             seq_lens=seq_lens,
             block_tables=tables,
             slot_mapping=slots,
-            logits_indices=torch.arange(n, device=self.device),
+            logits_indices=kept.all_rows[:n],
             max_query_len=1,
             max_seq_len=self.limits.max_model_len,
             plan=self.backend.plan_decode(tables, seq_lens, self.limits.max_model_len),
         )
-        logits = self.compute_logits(self.forward(batch), batch.logits_indices)
-        sampling = kept.sampling(rows, uniforms, has_filters=self.shard.tp.size == 1)
+        logits = self.compute_logits(self.forward(batch), None)
+        sampling = DeviceSampling(inverse, min_p, top_k, top_p, uniforms, has_filters=self.shard.tp.size == 1)
         tokens = sample_on_device(logits, sampling, self.shard)
         kernels.store_tokens(kept.last_token, inputs[0], tokens)
         return tokens, logits
@@ -116,8 +116,8 @@ class DeviceRunner:
         """Hidden states of all of the step's tokens, whose keys and values are stored."""
         return self.model(batch, self.kv_cache)
 
-    def compute_logits(self, hidden: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-        """This rank's logits of some of the tokens."""
+    def compute_logits(self, hidden: torch.Tensor, indices: torch.Tensor | None) -> torch.Tensor:
+        """This rank's logits of some of the tokens, or of all."""
         return self.model.compute_logits(hidden, indices)
 
     def send(self, batch: ForwardBatch, where: np.ndarray = _NONE, rows: np.ndarray = _NONE) -> ForwardBatch:
@@ -144,11 +144,11 @@ class DeviceRunner:
         from nanoinfer.kernels.triton import inputs as kernels
 
         sampled = step.rows[step.sampled]
-        rows, uniforms, rows32 = upload([sampled, sampling.uniforms, sampled.astype(np.int32)], self.device)
+        rows, uniforms = upload([sampled.astype(np.int32), sampling.uniforms], self.device)
         logits = adjusted(logits, sampling, self.shard)
         settings = self.rows.sampling(rows, uniforms, batch.has_filters(sampled))
         tokens = sample_on_device(logits, settings, self.shard)
-        kernels.store_tokens(self.rows.last_token, rows32, tokens)
+        kernels.store_tokens(self.rows.last_token, rows, tokens)
         return tokens
 
 

@@ -124,7 +124,7 @@ def launches_of(
             decode.paged_decode(q, cache, cache, tables, lens, lens, q, 1.0, splits, decode.MIN_TILES)
         items = empty(n, 2, dtype=i32)
         prefill.paged_prefill(q, cache, cache, tables, lens, empty(n + 1, dtype=i32), items, q, 1.0)
-        inputs.prepare_decode(lens, lens, ids, lens, ids, tables, shape.block_size)
+        inputs.prepare_decode(lens, lens, ids, lens, ids, row, row, lens, row, tables, shape.block_size)
         inputs.store_tokens(ids, lens, ids)
         sampler.row_argmax(logits)
         sums = sampler.segment_sums(logits, row, row, row)

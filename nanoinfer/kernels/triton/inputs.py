@@ -37,12 +37,21 @@ def prepare_decode_kernel(
     last_token: tl.tensor,
     num_prompt: tl.tensor,
     seeds: tl.tensor,
+    inverse: tl.tensor,
+    min_p: tl.tensor,
+    top_k: tl.tensor,
+    top_p: tl.tensor,
     block_tables: tl.tensor,
     input_ids: tl.tensor,
     positions: tl.tensor,
     slots: tl.tensor,
     seq_lens: tl.tensor,
     uniforms: tl.tensor,
+    table_rows: tl.tensor,
+    inverse_out: tl.tensor,
+    min_p_out: tl.tensor,
+    top_k_out: tl.tensor,
+    top_p_out: tl.tensor,
     num_rows: tl.tensor,
     table_stride: tl.tensor,
     block_size: tl.tensor,
@@ -63,6 +72,11 @@ def prepare_decode_kernel(
     tl.store(slots + index, slot, mask=inside)
     tl.store(seq_lens + index, tl.where(is_live, position + 1, 0).to(tl.int32), mask=inside)
     tl.store(uniforms + index, uniform_of(seed, output_index.to(tl.uint64, bitcast=True)), mask=inside)
+    tl.store(table_rows + index, tl.maximum(row, 0).to(tl.int32), mask=inside)
+    tl.store(inverse_out + index, tl.load(inverse + row, mask=is_live, other=0.0), mask=inside)
+    tl.store(min_p_out + index, tl.load(min_p + row, mask=is_live, other=0.0), mask=inside)
+    tl.store(top_k_out + index, tl.load(top_k + row, mask=is_live, other=0), mask=inside)
+    tl.store(top_p_out + index, tl.load(top_p + row, mask=is_live, other=0.0), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -82,16 +96,22 @@ def _fake_prepare_decode(
     last_token: torch.Tensor,
     num_prompt: torch.Tensor,
     seeds: torch.Tensor,
+    inverse: torch.Tensor,
+    min_p: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
     block_tables: torch.Tensor,
     block_size: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    ids, positions, slots = (last_token.new_empty(len(rows)) for _ in range(3))
-    return ids, positions, slots, rows.new_empty(len(rows)), rows.new_empty(len(rows), dtype=torch.float64)
+) -> tuple[torch.Tensor, ...]:
+    i32, i64, f32, f64 = torch.int32, torch.int64, torch.float32, torch.float64
+    dtypes = (i64, i64, i64, i32, f64, i32, f32, f32, i32, f32)
+    return tuple(rows.new_empty(len(rows), dtype=dtype) for dtype in dtypes)
 
 
 @operator(
     "prepare_decode(Tensor rows, Tensor num_computed, Tensor last_token, Tensor num_prompt, Tensor seeds, "
-    "Tensor block_tables, int block_size) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "Tensor inverse, Tensor min_p, Tensor top_k, Tensor top_p, Tensor block_tables, int block_size) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fake_prepare_decode,
 )
 def prepare_decode(
@@ -100,19 +120,25 @@ def prepare_decode(
     last_token: torch.Tensor,
     num_prompt: torch.Tensor,
     seeds: torch.Tensor,
+    inverse: torch.Tensor,
+    min_p: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
     block_tables: torch.Tensor,
     block_size: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(input_ids, positions, slots: int64; seq_lens: int32; uniforms: float64), [n] each, one query per row.
+) -> tuple[torch.Tensor, ...]:
+    """(input_ids, positions, slots: int64; seq_lens: int32; uniforms: float64; table_rows: int32; inverse, min_p:
+    float32; top_k: int32; top_p: float32), [n] each, one query per row.
 
     rows, num_computed: [n] int32. Kept rows: last_token [R] int64, num_prompt [R] int32, seeds [R] int64 (the bits of
-    uint64), block_tables [R, columns] int32. Twin: reference.prepare_decode.
+    uint64), the settings of `DeviceSampling` [R], block_tables [R, columns] int32. table_rows: `rows` with 0 for
+    padding, which is greedy. Twin: reference.prepare_decode.
     """
-    outputs = _fake_prepare_decode(rows, num_computed, last_token, num_prompt, seeds, block_tables, block_size)
+    kept = (last_token, num_prompt, seeds, inverse, min_p, top_k, top_p, block_tables)
+    outputs = _fake_prepare_decode(rows, num_computed, *kept, block_size)
     prepare_decode_kernel[(triton.cdiv(len(rows), BLOCK),)](
-        rows, num_computed, last_token, num_prompt, seeds, block_tables, *outputs, len(rows), block_tables.stride(0),
-        block_size, BLOCK=BLOCK, num_warps=4,
-    )  # fmt: skip
+        rows, num_computed, *kept, *outputs, len(rows), block_tables.stride(0), block_size, BLOCK=BLOCK, num_warps=4
+    )
     return outputs
 
 
