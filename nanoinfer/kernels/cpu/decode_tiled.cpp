@@ -74,9 +74,10 @@ static void pack_queries(const bf16 *q, int64_t group, int64_t head_dim, float s
     }
 }
 
-// When the i-th of `count` tiles at `at` is used. `next` is what will be used after them.
+// When the i-th of `count` tiles at `at` is used. `next` is what will be used after them; null: nothing is to be fetched.
 static inline void fetch_ahead(const void *at, int64_t i, int64_t count, const void *next) {
     const char *tile = i + LEAD < count ? (const char *)at + (i + LEAD) * TILE_BYTES : (const char *)next + (i + LEAD - count) * TILE_BYTES;
+    if (next == nullptr) return;
     for (int64_t line = 0; line < TILE_BYTES; line += 64) _mm_prefetch(tile + line, _MM_HINT_T1);
 }
 
@@ -84,22 +85,23 @@ static inline void fetch_ahead(const void *at, int64_t i, int64_t count, const v
     if constexpr (sizeof(T) == 1) _tile_dpbssd(sums, left, right); \
     else _tile_dpbf16ps(sums, left, right)
 
-// scores [32 tokens][rows] of one KV head, as float32 or int32. next: what is read after these keys.
+// scores [32 tokens][rows] of one KV head, as float32 or int32; of the second 16 tokens zero if there are no more than 16.
+// next: what is read after these keys.
 template <typename T>
-static void score(const T *keys, int64_t head_dim, const T *queries, int64_t rows, const void *next, float *scores) {
-    const int64_t step = 64 / sizeof(T), tiles = head_dim / step;
+static void score(const T *keys, int64_t count, int64_t head_dim, const T *queries, int64_t rows, const void *next, float *scores) {
+    const int64_t step = 64 / sizeof(T), tiles = head_dim / step, all = count > 16 ? 2 * tiles : tiles;
     _tile_zero(0);
     _tile_zero(1);
     for (int64_t i = 0; i < tiles; ++i) {
         _tile_loadd(3, queries + i * step * rows, rows * 4);
-        fetch_ahead(keys, i, 2 * tiles, next);
+        fetch_ahead(keys, i, all, next);
         _tile_loadd(2, keys + i * step * 16, 64);
         PRODUCT(0, 2, 3);
     }
-    for (int64_t i = 0; i < tiles; ++i) {
-        _tile_loadd(3, queries + i * step * rows, rows * 4);
-        fetch_ahead(keys, tiles + i, 2 * tiles, next);
-        _tile_loadd(2, keys + (tiles + i) * step * 16, 64);
+    for (int64_t i = tiles; i < all; ++i) {
+        _tile_loadd(3, queries + (i - tiles) * step * rows, rows * 4);
+        fetch_ahead(keys, i, all, next);
+        _tile_loadd(2, keys + i * step * 16, 64);
         PRODUCT(1, 2, 3);
     }
     _tile_stored(0, scores, rows * 4);
@@ -220,6 +222,13 @@ static void weigh(const int8_t *values, int64_t head_dim, const int8_t *weights,
     }
 }
 
+// Fetches what `copy_values` reads.
+template <typename T> static void fetch_values(const T *values, int64_t count, int64_t head_dim) {
+    const int64_t lines = (count * sizeof(T) + 3) / 4;
+    for (int64_t at = 0; at < TOKENS * head_dim; at += TOKENS * 16)
+        for (int64_t line = 0; line < lines; ++line) _mm_prefetch((const char *)(values + at) + line * 64, _MM_HINT_T1);
+}
+
 // The first `count` of 32 tokens' values, zeros for the others: what lies there may be NaN, and 0 * NaN is NaN.
 template <typename T> static void copy_values(const T *values, int64_t count, int64_t head_dim, T *copy) {
     const int64_t ways = 4 / sizeof(T), whole = count / ways * 16 * ways, tile = TOKENS * 16;
@@ -255,7 +264,7 @@ static void attend_part(const bf16 *q, const AttentionShape &shape, const Cache<
         const T *keys = cache.keys + row * dim, *values = cache.values + row * dim, *keys_after = cache.keys + row_after * dim;
         for (int64_t h = 0; h <= kv_heads; ++h) {
             const T *next = h + 1 < kv_heads ? keys + (h + 1) * head_rows * dim : values;
-            if (h < kv_heads) score(keys + h * head_rows * dim, dim, queries + h * query_size, rows, next, scores + h % 2 * score_size);
+            if (h < kv_heads) score(keys + h * head_rows * dim, count, dim, queries + h * query_size, rows, next, scores + h % 2 * score_size);
             const int64_t before = h - 1, at = row + before * head_rows;
             if (before >= 0)
                 weights_of(scores + before % 2 * score_size, group, count, cache.key_scales + at, cache.value_scales + at,
@@ -264,7 +273,11 @@ static void attend_part(const bf16 *q, const AttentionShape &shape, const Cache<
         }
         for (int64_t h = 0; h < kv_heads; ++h, values += head_rows * dim) {
             const T *next = h + 1 < kv_heads ? values + head_rows * dim : keys_after, *at = values;
-            if (count < TOKENS) copy_values(values, count, dim, copy), at = copy;
+            if (count < TOKENS) {
+                if (h + 1 < kv_heads) fetch_values(next, count, dim);
+                copy_values(values, count, dim, copy);
+                at = copy, next = nullptr;
+            }
             weigh(at, dim, weights + h * weight_size, group, factors + h * MOST_ROWS, next, outputs + h * group * dim);
         }
         row = row_after;

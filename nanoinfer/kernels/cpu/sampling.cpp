@@ -2,6 +2,9 @@
 
 #include "common.h"
 
+// Columns whose maximum is found together; the winner is then looked for among them.
+static const int64_t CHUNK = 1024;
+
 // Per row the largest logit and the first column that has it; NaN wins over everything.
 template <typename T>
 static void row_argmax(const T *logits, int64_t rows, int64_t columns, int64_t stride, float *best, int64_t *winners) {
@@ -10,13 +13,18 @@ static void row_argmax(const T *logits, int64_t rows, int64_t columns, int64_t s
         const T *x = logits + row * stride;
         float maximum = -INFINITY;
         int has_nan = 0;
-#pragma omp simd reduction(max : maximum) reduction(| : has_nan)
-        for (int64_t i = 0; i < columns; ++i) {
-            const float value = to_float(x[i]);
-            has_nan |= value != value;
-            maximum = value > maximum ? value : maximum;
-        }
         int64_t winner = 0;
+        for (int64_t start = 0; start < columns; start += CHUNK) {
+            const int64_t stop = std::min(columns, start + CHUNK);
+            float largest = -INFINITY;
+#pragma omp simd reduction(max : largest) reduction(| : has_nan)
+            for (int64_t i = start; i < stop; ++i) {
+                const float value = to_float(x[i]);
+                has_nan |= value != value;
+                largest = value > largest ? value : largest;
+            }
+            if (largest > maximum) maximum = largest, winner = start;
+        }
         while (winner < columns - 1 && to_float(x[winner]) != maximum) ++winner;
         best[row] = has_nan ? NAN : maximum;
         winners[row] = winner;
