@@ -39,11 +39,12 @@ _SIGNATURES: dict[str, list[type]] = {
     "rms_norm": [*[_POINTER] * 3, *[_INT64] * 2, _FLOAT, _POINTER],
     "row_argmax": [_POINTER, *[_INT64] * 3, *[_POINTER] * 2],
     "segment_sums": [_POINTER, *[_INT64] * 3, *[_POINTER] * 2, _INT64, _POINTER],
+    "draw_tokens": [_POINTER, *[_INT64] * 3, *[_POINTER] * 3, _INT64, *[_POINTER] * 2],
     "norm_rotate_store": [*[_POINTER] * 6, *[_INT64] * 6, _FLOAT, *[_POINTER] * 5],
     "norm_rotate_store_tiled_bf16": [*[_POINTER] * 6, *[_INT64] * 6, _FLOAT, *[_POINTER] * 5],
     "norm_rotate_store_tiled_int8": [*[_POINTER] * 6, *[_INT64] * 6, _FLOAT, *[_POINTER] * 5],
 }
-_TYPED = {"paged_decode", "rms_norm", "norm_rotate_store", "row_argmax", "segment_sums"}
+_TYPED = {"paged_decode", "rms_norm", "norm_rotate_store", "row_argmax", "segment_sums", "draw_tokens"}
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.int8: "int8"}
 # As in decode.cpp.
 MAX_GROUP = 16
@@ -308,6 +309,28 @@ class CPUKernels:
             segment, sums.data_ptr(),
         )  # fmt: skip
         return sums
+
+    def draw_tokens(
+        self,
+        logits: torch.Tensor,
+        best: torch.Tensor,
+        inverse_temperature: torch.Tensor,
+        uniforms: torch.Tensor,
+        segment: int,
+    ) -> torch.Tensor:
+        """[rows] int64: the columns at which the cumulative weight passes `uniforms` of its total.
+
+        A column weighs exp((logit - best) / temperature). best, inverse_temperature: [rows] float32; uniforms: [rows]
+        float64. Sums are made segment by segment, as `segment_sums` does.
+        """
+        sums = torch.empty(len(logits), -(-logits.shape[1] // segment), dtype=torch.float64)
+        tokens = torch.empty(len(logits), dtype=torch.int64)
+        self._call(
+            f"draw_tokens_{_SUFFIXES[logits.dtype]}",
+            logits.data_ptr(), *logits.shape, logits.stride(0), best.data_ptr(), inverse_temperature.data_ptr(),
+            uniforms.data_ptr(), segment, sums.data_ptr(), tokens.data_ptr(),
+        )  # fmt: skip
+        return tokens
 
 
 def _geometry(kv: LayerKV) -> tuple[int, int, int, int]:

@@ -68,6 +68,39 @@ static void segment_sums(const T *logits, int64_t rows, int64_t columns, int64_t
     }
 }
 
+// Of a row whose segments' sums are known, the first column at which the cumulative weight passes `uniform` of its total.
+template <typename T>
+static int64_t find_token(const T *x, int64_t columns, float best, float inverse_temperature, int64_t segment, const double *sums,
+                          double uniform) {
+    const int64_t segments = (columns + segment - 1) / segment;
+    double target = 0;
+    for (int64_t s = 0; s < segments; ++s) target += sums[s];
+    target *= uniform;
+    int64_t s = 0;
+    double before = 0;
+    while (s < segments - 1 && before + sums[s] <= target) before += sums[s++];
+    // Sums in another order may differ in the last bit: stay on the last token that can be drawn.
+    int64_t last = s * segment;
+    for (int64_t i = s * segment; i < std::min(columns, (s + 1) * segment); ++i) {
+        const float weight = weight_of(to_float(x[i]), best, inverse_temperature);
+        if (!(weight > 0)) continue;
+        last = i;
+        if ((before += weight) > target) break;
+    }
+    return last;
+}
+
+// tokens[row]: find_token. sums: memory for [rows][segments].
+template <typename T>
+static void draw_tokens(const T *logits, int64_t rows, int64_t columns, int64_t stride, const float *best,
+                        const float *inverse_temperature, const double *uniforms, int64_t segment, double *sums, int64_t *tokens) {
+    segment_sums(logits, rows, columns, stride, best, inverse_temperature, segment, sums);
+    const int64_t segments = (columns + segment - 1) / segment;
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < rows; ++row)
+        tokens[row] = find_token(logits + row * stride, columns, best[row], inverse_temperature[row], segment, sums + row * segments, uniforms[row]);
+}
+
 extern "C" void row_argmax_f32(const float *x, int64_t rows, int64_t columns, int64_t stride, float *best, int64_t *winners) {
     row_argmax(x, rows, columns, stride, best, winners);
 }
@@ -81,4 +114,12 @@ extern "C" void segment_sums_f32(const float *x, int64_t rows, int64_t columns, 
 extern "C" void segment_sums_bf16(const bf16 *x, int64_t rows, int64_t columns, int64_t stride, const float *best,
                                   const float *inverse_temperature, int64_t segment, double *sums) {
     segment_sums(x, rows, columns, stride, best, inverse_temperature, segment, sums);
+}
+extern "C" void draw_tokens_f32(const float *x, int64_t rows, int64_t columns, int64_t stride, const float *best,
+                                const float *inverse_temperature, const double *uniforms, int64_t segment, double *sums, int64_t *tokens) {
+    draw_tokens(x, rows, columns, stride, best, inverse_temperature, uniforms, segment, sums, tokens);
+}
+extern "C" void draw_tokens_bf16(const bf16 *x, int64_t rows, int64_t columns, int64_t stride, const float *best,
+                                 const float *inverse_temperature, const double *uniforms, int64_t segment, double *sums, int64_t *tokens) {
+    draw_tokens(x, rows, columns, stride, best, inverse_temperature, uniforms, segment, sums, tokens);
 }
