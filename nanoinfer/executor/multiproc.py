@@ -53,6 +53,16 @@ _NEWS_SECONDS = 1.0
 _SMALL_FRAME = 1 << 14
 
 
+@dataclass(frozen=True)
+class _Deadline:
+    seconds: float
+    at: float
+
+    @classmethod
+    def of(cls, seconds: float) -> _Deadline:
+        return cls(seconds, monotonic() + seconds)
+
+
 class MultiprocExecutor(Executor):
     """Raises ValueError if the ranks find the model or the options unusable, EngineDeadError if one fails otherwise."""
 
@@ -93,7 +103,7 @@ class MultiprocExecutor(Executor):
                 self._send(rank, encode(Start(config, model_config, str(model_dir), seed, rank.index, rendezvous_file)))
             what = "loading the model"
             self._started = [
-                self._expect(Started, rank, what, monotonic() + config.load_timeout) for rank in self._ranks
+                self._expect(Started, rank, what, _Deadline.of(config.load_timeout)) for rank in self._ranks
             ]
             shutil.rmtree(self._directory, ignore_errors=True)  # they have met
             self._has_started = True
@@ -108,7 +118,7 @@ class MultiprocExecutor(Executor):
     def allocate(self, limits: SchedulerConfig) -> None:
         self._broadcast(encode(Allocate(limits)))
         for rank in self._ranks:
-            self._expect(Allocated, rank, "allocating the KV cache", monotonic() + self._timeout)
+            self._expect(Allocated, rank, "allocating the KV cache", _Deadline.of(self._timeout))
 
     def submit(self, plan: SchedulerOutput) -> StepHandle:
         has_unanswered = self._last_taken < self._last_index
@@ -134,7 +144,7 @@ class MultiprocExecutor(Executor):
         self._death = self._death or "it was closed"
 
     def _wait_for_step(self, index: int) -> StepResult:
-        deadline = monotonic() + self._timeout
+        deadline = _Deadline.of(self._timeout)
         while True:
             # Answers to steps whose caller was interrupted are still on their way; they are dropped here.
             done = self._expect(StepDone, self._ranks[0], "a step", deadline)
@@ -149,7 +159,7 @@ class MultiprocExecutor(Executor):
         Asks the ranks by an empty step, rather than counting answers: an interruption may have lost some.
         """
         self._broadcast(encode(Step(index, SchedulerOutput())))
-        deadline = monotonic() + self._timeout
+        deadline = _Deadline.of(self._timeout)
         while not any(isinstance(reply, StepDone) and reply.index == index for reply in self._ranks[0].inbox):
             self._listen("a step", deadline)
 
@@ -180,7 +190,7 @@ class MultiprocExecutor(Executor):
         except OSError:
             self._blame({})
 
-    def _expect(self, kind: type[Any], rank: RankProcess, what: str, deadline: float) -> Any:
+    def _expect(self, kind: type[Any], rank: RankProcess, what: str, deadline: _Deadline) -> Any:
         """The next message of `rank`, which must be of that kind; meanwhile, watches over all ranks."""
         while not rank.inbox:
             self._listen(what, deadline)
@@ -188,12 +198,11 @@ class MultiprocExecutor(Executor):
         assert isinstance(message, kind), f"rank {rank.index} sent {type(message).__name__}, not {kind.__name__}"
         return message
 
-    def _listen(self, what: str, deadline: float) -> None:
+    def _listen(self, what: str, deadline: _Deadline) -> None:
         """Waits until a rank says something, and takes it in."""
-        started = monotonic()
-        ready = self._poller.poll(1000 * max(0.0, deadline - started))
+        ready = self._poller.poll(1000 * max(0.0, deadline.at - monotonic()))
         if not ready:
-            self._fail(f"{what} did not come to an end in {monotonic() - started:.3g} s\n{stacks_of(self._ranks)}")
+            self._fail(f"{what} did not come to an end in {deadline.seconds:g} s\n{stacks_of(self._ranks)}")
         for fd, _ in ready:
             self._by_fd[fd].inbox.append(self._receive(self._by_fd[fd]))
 
