@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.kernels import reference
-from nanoinfer.kernels.cpu import build, ops
+from nanoinfer.kernels.cpu import build, memory, ops
 
 KERNELS = ops.load()
 DTYPES = (torch.float32, torch.bfloat16)
@@ -280,6 +281,17 @@ def test_nan_wins_the_maximum_and_masked_segments_weigh_exactly_nothing(dtype: t
     masked[0, 1050] = 1.0
     sums = KERNELS.segment_sums(masked, torch.ones(1), torch.ones(1), 512)
     assert sums.tolist() == [[0.0, 0.0, 1.0]]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are mapped ahead on Linux only")
+def test_pages_are_mapped_from_the_front_of_every_part_at_the_same_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    mapped: list[int] = []
+    monkeypatch.setattr(memory, "_map_pages", mapped.extend)
+    part, page = 6 << 20, 2 << 20
+    pool = memory.huge_empty((4, part), torch.uint8, mapped_parts=4)
+    offsets = [address - pool.data_ptr() for address in mapped]
+    assert sorted(offsets) == list(range(0, 4 * part, page))
+    assert [offset % part for offset in offsets] == [0] * 4 + [page] * 4 + [2 * page] * 4
 
 
 @needs_kernels
