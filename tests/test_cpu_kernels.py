@@ -249,19 +249,22 @@ def test_passes_over_logits_are_their_twins(
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(max_examples=80, deadline=None)
-@given(st.integers(1, 2100), st.floats(0.02, 4), st.floats(0, 0.95), st.integers(0, 1000))
+@given(
+    st.integers(1, 2100), st.floats(0.02, 4), st.floats(0, 0.95), st.sampled_from([1, 7, 64, 512]), st.integers(0, 1000)
+)
 def test_draw_tokens_inverts_the_cumulative_distribution(
-    dtype: torch.dtype, columns: int, temperature: float, share_masked: float, seed: int
+    dtype: torch.dtype, columns: int, temperature: float, share_masked: float, segment: int, seed: int
 ) -> None:
+    """Also with whole segments masked, at the row's end too, where the largest uniform number's sum may round up."""
     assert KERNELS is not None
     logits = randn(8, columns, seed=seed, dtype=dtype) * 5
     logits[torch.rand(8, columns, generator=torch.Generator().manual_seed(seed + 1)) < share_masked] = float("-inf")
     logits[:, seed % columns] = 1.0
     uniforms = torch.rand(8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + 2))
-    uniforms[:2] = torch.tensor([0.0, 1 - 2**-53])
+    uniforms[:4] = torch.tensor([0.0, *[1 - 2**-53] * 3])
     best = logits.float().amax(dim=1)
     inverse = torch.full((8,), 1 / temperature)
-    ids = KERNELS.draw_tokens(logits, best, inverse, uniforms, 512)
+    ids = KERNELS.draw_tokens(logits, best, inverse, uniforms, segment)
     weights = ((logits.double() - best.double().unsqueeze(1)) * inverse.double().unsqueeze(1)).exp()
     ends = weights.cumsum(dim=1) / weights.sum(dim=1, keepdim=True)
     row = torch.arange(8)

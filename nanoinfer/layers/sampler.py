@@ -310,14 +310,15 @@ def _draw(
     owner = torch.searchsorted(rank_ends, target, right=True)
     if shard.tp.rank > 0:
         target = target - rank_ends[:, shard.tp.rank - 1 : shard.tp.rank]
-    segment = torch.searchsorted(cumulative, target, right=True).clamp(max=cumulative.shape[1] - 1)
+    # Sums in another order may differ in the last bit: stay on the last segment, and token, that can be drawn.
+    last_segment = torch.where(sums > 0, torch.arange(sums.shape[1]), 0).amax(dim=-1, keepdim=True)
+    segment = torch.minimum(torch.searchsorted(cumulative, target, right=True), last_segment)
     before = torch.where(segment > 0, cumulative.gather(1, (segment - 1).clamp(min=0)), 0.0)
     # Only the segment that is hit is looked at token by token; columns beyond the last one weigh nothing.
     columns = segment * _SEGMENT + torch.arange(_SEGMENT)
     inside = logits.gather(1, columns.clamp(max=logits.shape[1] - 1))
     weights = reference.sampling_weights(inside, best, inverse).masked_fill_(columns >= logits.shape[1], 0.0)
     offset = torch.searchsorted(weights.cumsum(dim=-1, dtype=torch.float64), target - before, right=True)
-    # Sums in another order may differ in the last bit: stay on the last token that can be drawn.
     last = torch.where(weights > 0, torch.arange(_SEGMENT), 0).amax(dim=-1, keepdim=True)
     token_ids = shard.first_id + segment * _SEGMENT + torch.minimum(offset, last)
     return shard.tp.all_reduce(token_ids.where(owner == shard.tp.rank, 0)).squeeze(1)

@@ -72,14 +72,17 @@ static void segment_sums(const T *logits, int64_t rows, int64_t columns, int64_t
 template <typename T>
 static int64_t find_token(const T *x, int64_t columns, float best, float inverse_temperature, int64_t segment, const double *sums,
                           double uniform) {
-    const int64_t segments = (columns + segment - 1) / segment;
     double target = 0;
-    for (int64_t s = 0; s < segments; ++s) target += sums[s];
+    int64_t last_weighty = 0;
+    for (int64_t s = 0; s < (columns + segment - 1) / segment; ++s) {
+        target += sums[s];
+        if (sums[s] > 0) last_weighty = s;
+    }
     target *= uniform;
+    // Sums in another order may differ in the last bit: stay on the last segment, and token, that can be drawn.
     int64_t s = 0;
     double before = 0;
-    while (s < segments - 1 && before + sums[s] <= target) before += sums[s++];
-    // Sums in another order may differ in the last bit: stay on the last token that can be drawn.
+    while (s < last_weighty && before + sums[s] <= target) before += sums[s++];
     int64_t last = s * segment;
     for (int64_t i = s * segment; i < std::min(columns, (s + 1) * segment); ++i) {
         const float weight = weight_of(to_float(x[i]), best, inverse_temperature);
