@@ -252,25 +252,49 @@ def test_passes_over_logits_are_their_twins(
 @given(
     st.integers(1, 2100), st.floats(0.02, 4), st.floats(0, 0.95), st.sampled_from([1, 7, 64, 512]), st.integers(0, 1000)
 )
-def test_draw_tokens_inverts_the_cumulative_distribution(
+def test_choose_inverts_the_cumulative_distribution(
     dtype: torch.dtype, columns: int, temperature: float, share_masked: float, segment: int, seed: int
 ) -> None:
     """Also with whole segments masked, at the row's end too, where the largest uniform number's sum may round up."""
     assert KERNELS is not None
-    logits = randn(8, columns, seed=seed, dtype=dtype) * 5
-    logits[torch.rand(8, columns, generator=torch.Generator().manual_seed(seed + 1)) < share_masked] = float("-inf")
+    logits = randn(12, columns, seed=seed, dtype=dtype) * 5
+    logits[torch.rand(12, columns, generator=torch.Generator().manual_seed(seed + 1)) < share_masked] = float("-inf")
     logits[:, seed % columns] = 1.0
-    uniforms = torch.rand(8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + 2))
+    logits[8, seed % columns], logits[9] = [float("nan"), float("inf")][seed % 2], float("-inf")
+    uniforms = torch.rand(12, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + 2))
     uniforms[:4] = torch.tensor([0.0, *[1 - 2**-53] * 3])
+    inverse = torch.full((12,), 1 / temperature)
+    inverse[10:] = 0.0
+    all_ids = KERNELS.choose(logits, inverse, uniforms, segment)
+    assert (all_ids[8:10] == -1).all(), "rows without a finite maximum"
+    assert torch.equal(all_ids[10:], reference.row_argmax(logits[10:])[1]), "greedy rows"
+    logits, ids, uniforms, inverse = logits[:8], all_ids[:8], uniforms[:8], inverse[:8]
     best = logits.float().amax(dim=1)
-    inverse = torch.full((8,), 1 / temperature)
-    ids = KERNELS.draw_tokens(logits, best, inverse, uniforms, segment)
     weights = ((logits.double() - best.double().unsqueeze(1)) * inverse.double().unsqueeze(1)).exp()
     ends = weights.cumsum(dim=1) / weights.sum(dim=1, keepdim=True)
     row = torch.arange(8)
     assert (logits[row, ids] > float("-inf")).all()
     assert (ends[row, ids] >= uniforms - 1e-6).all()
     assert (ends[row, ids] - weights[row, ids] / weights.sum(dim=1) <= uniforms + 1e-6).all()
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 262_143), min_size=1, max_size=40), st.integers(1, 70), st.floats(0.5, 2))
+def test_rotary_and_gathered_rows_equal_their_twins(
+    dtype: torch.dtype, positions: list[int], half: int, amplitude: float
+) -> None:
+    assert KERNELS is not None
+    at, inv_freq = torch.tensor(positions), 1.0 / 1e6 ** (torch.arange(half) / half)
+    ours = torch.empty(2, len(positions), half, dtype=dtype).unbind()
+    KERNELS.rotary(at, inv_freq, amplitude, ours)
+    for x, twin in zip(ours, reference.rotary(at, inv_freq, amplitude, dtype), strict=True):
+        # Libraries' cosines differ in the last bit of float32, which bf16 may then round the other way.
+        torch.testing.assert_close(x, twin, rtol=1e-6 if dtype == torch.float32 else 2**-7, atol=1e-6)
+    table, out = randn(50, half, seed=half, dtype=dtype), torch.empty(len(positions), half, dtype=dtype)
+    KERNELS.gather_rows(table, at % 50, out)
+    assert torch.equal(out, table[at % 50])
 
 
 @needs_kernels

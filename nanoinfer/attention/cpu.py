@@ -142,6 +142,14 @@ class CPUAttention(AttentionBackend):
         return KVCache(data, huge_empty(shape, torch.float32, mapped_parts=num_layers).permute(2, 0, 1, 3, 4))
 
     def plan(self, batch: ForwardBatch, block_size: int) -> CPUPlan:
+        if batch.is_decode_only and self._kernels is not None:
+            n = len(batch.seq_lens)
+            return CPUPlan(
+                Decodes(torch.arange(n), batch.block_tables, batch.seq_lens, self._splits(n, batch.max_seq_len)),
+                None,
+                [],
+                [],
+            )
         query_lens = batch.query_start_loc.diff()
         seq_lens = batch.seq_lens.long()
         single = torch.nonzero(query_lens == 1).flatten()
@@ -165,12 +173,14 @@ class CPUAttention(AttentionBackend):
         return self._tiled
 
     def _plan_decodes(self, seqs: torch.Tensor, batch: ForwardBatch) -> Decodes:
-        num_items = len(seqs) * (1 if self._tiled else self.num_kv_heads)
-        wanted = -(-_ITEMS_PER_THREAD * torch.get_num_threads() // num_items)
-        longest = int(batch.seq_lens[seqs].max())
-        splits = max(1, min(wanted, longest // _MIN_SPLIT_TOKENS))
+        seq_lens = batch.seq_lens[seqs]
         rows = batch.query_start_loc[seqs].long()
-        return Decodes(rows, batch.block_tables[seqs].contiguous(), batch.seq_lens[seqs].contiguous(), splits)
+        return Decodes(rows, batch.block_tables[seqs], seq_lens, self._splits(len(seqs), int(seq_lens.max())))
+
+    def _splits(self, num_seqs: int, longest: int) -> int:
+        num_items = num_seqs * (1 if self._tiled else self.num_kv_heads)
+        wanted = -(-_ITEMS_PER_THREAD * torch.get_num_threads() // num_items)
+        return max(1, min(wanted, longest // _MIN_SPLIT_TOKENS))
 
     def _plan_prefills(
         self, seqs: torch.Tensor, query_lens: torch.Tensor, seq_lens: torch.Tensor, batch: ForwardBatch

@@ -12,6 +12,7 @@ import torch
 
 from nanoinfer.config import ModelConfig, YarnScaling
 from nanoinfer.kernels import reference
+from nanoinfer.kernels.cpu.ops import kernels_for
 from nanoinfer.kernels.select import triton_kernels
 
 
@@ -27,11 +28,21 @@ class RotaryEmbedding:
             inv_freq = _yarn_frequencies(inv_freq, config.head_dim, config.rope_theta, config.yarn)
             self.amplitude = _yarn_amplitude(config.yarn)
         self.inv_freq = inv_freq.to(options["device"])
-        self._kernels = triton_kernels(str(options["device"]))
+        self._triton = triton_kernels(str(options["device"]))
+        self._cpu = kernels_for(self.dtype, str(options["device"]))
 
-    def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._kernels is not None:
-            return self._kernels.rotary(positions, self.inv_freq, self.amplitude, self.dtype)
+    def __call__(
+        self, positions: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """out: where the compiled CPU kernel is to leave them; without it, nothing asks for a place."""
+        if self._triton is not None:
+            return self._triton.rotary(positions, self.inv_freq, self.amplitude, self.dtype)
+        if self._cpu is not None:
+            if out is None:
+                out = torch.empty(2, len(positions), len(self.inv_freq), dtype=self.dtype).unbind()
+            self._cpu.rotary(positions, self.inv_freq, self.amplitude, out)
+            return out
+        assert out is None
         return reference.rotary(positions, self.inv_freq, self.amplitude, self.dtype)
 
 

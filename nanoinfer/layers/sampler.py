@@ -97,6 +97,12 @@ class SamplingBatch:
     biases: dict[int, Bias] = field(default_factory=dict)
     logprobs: dict[int, int] = field(default_factory=dict)
 
+    def filtered(self, rows: range) -> np.ndarray:
+        """Which of those rows draw from what a filter leaves, counted from the first of them: [n] int64."""
+        own = slice(rows.start, rows.stop)
+        has_filter = (self.min_p[own] > 0) | (self.top_k[own] > 0) | (self.top_p[own] < 1)
+        return np.flatnonzero(has_filter & (self.temperature[own] > 0))
+
     @property
     def adjusts_logits(self) -> bool:
         """Whether any row has more than temperature and filters."""
@@ -201,30 +207,44 @@ def _apply_penalty(x: torch.Tensor, penalty: Penalty, shard: VocabShard) -> None
     x -= penalty.presence * (output > 0)
 
 
+def inverse_temperatures(temperature: np.ndarray) -> np.ndarray:
+    """float32; 0 for greedy rows, else neither infinite nor 0, so that a masked logit times it stays at -inf."""
+    is_random = temperature > 0
+    limits = np.finfo(np.float32)
+    inverse = (1.0 / np.where(is_random, temperature, 1.0)).clip(limits.tiny, limits.max)
+    return np.where(is_random, inverse, 0.0).astype(np.float32)
+
+
 def _choose(logits: torch.Tensor, rows: range, batch: SamplingBatch, shard: VocabShard) -> torch.Tensor:
     """One id per row, [n] int64. logits: [n, columns], penalties applied."""
     kernels = kernels_for(logits.dtype, logits.device.type)
-    maxima, winners = (kernels or reference).row_argmax(logits)
-    best, greedy = _best_of_ranks(maxima, winners, shard)
-    if not bool(best.isfinite().all()):
+    inverse = torch.from_numpy(inverse_temperatures(batch.temperature[rows.start : rows.stop]))
+    uniforms = torch.from_numpy(np.ascontiguousarray(batch.uniforms[rows.start : rows.stop]))
+    filtered = batch.filtered(rows)
+    # Torch's operators take 20 to 60 us each when a step's weights have gone through the caches.
+    if kernels is not None and shard.tp.size == 1 and not len(filtered):
+        return _finite(kernels.choose(logits, inverse, uniforms, _SEGMENT))
+    best, greedy = _best_of_ranks(*(kernels or reference).row_argmax(logits), shard)
+    greedy = _finite(greedy.where(best.isfinite(), -1))
+    if not bool(inverse.any()):
+        return greedy
+    is_random, inverse = inverse > 0, inverse.where(inverse > 0, 1.0)
+    if len(filtered):
+        logits = _filter(logits, best, inverse, torch.from_numpy(filtered), batch, rows, shard)
+    return torch.where(is_random, _draw(logits, best, inverse, uniforms, shard), greedy)
+
+
+def _finite(token_ids: torch.Tensor) -> torch.Tensor:
+    if bool((token_ids < 0).any()):
         raise FloatingPointError(
             "the model's logits contain NaN or infinity; float16 overflows on models trained in bfloat16: use "
             "dtype='bfloat16' or 'float32'"
         )
-    temperature = torch.from_numpy(batch.temperature[rows.start : rows.stop])
-    is_random = temperature > 0
-    if not bool(is_random.any()):
-        return greedy
-    # Neither infinite nor zero, so that a masked logit times it stays at -inf.
-    limits = torch.finfo(torch.float32)
-    inverse = (1.0 / temperature.where(is_random, 1.0)).clamp(limits.tiny, limits.max).float()
-    logits = _filter(logits, best, inverse, rows, batch, shard)
-    return torch.where(is_random, _draw(logits, best, inverse, _column(batch.uniforms, rows), shard), greedy)
+    return token_ids
 
 
 def _best_of_ranks(maxima: torch.Tensor, winners: torch.Tensor, shard: VocabShard) -> tuple[torch.Tensor, torch.Tensor]:
     """(best logit, its id) of each row over the whole vocabulary, from this rank's columns."""
-    # Torch's operators take 20 to 60 us each when a step's weights have gone through the caches.
     if shard.tp.size == 1:
         return maxima, winners
     summary = torch.stack((maxima.double(), (winners + shard.first_id).double()), dim=1)
@@ -236,25 +256,18 @@ def _best_of_ranks(maxima: torch.Tensor, winners: torch.Tensor, shard: VocabShar
     return best, greedy
 
 
-def _column(values: np.ndarray, rows: range) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values[rows.start : rows.stop])).unsqueeze(1)
-
-
 def _filter(
     logits: torch.Tensor,
     best: torch.Tensor,
     inverse: torch.Tensor,
-    rows: range,
+    filtered: torch.Tensor,
     batch: SamplingBatch,
+    rows: range,
     shard: VocabShard,
 ) -> torch.Tensor:
-    """The logits with what min_p, top_k and top_p drop at -inf; `logits` itself if no row has a filter."""
-    own = slice(rows.start, rows.stop)
-    if not ((batch.min_p[own] > 0) | (batch.top_k[own] > 0) | (batch.top_p[own] < 1)).any():
-        return logits
-    min_p, top_k, top_p = (_column(values, rows) for values in (batch.min_p, batch.top_k, batch.top_p))
-    filtered = torch.nonzero(((min_p > 0) | (top_k > 0) | (top_p < 1)).squeeze(1)).squeeze(1)
-    min_p, top_k, top_p = min_p[filtered], top_k[filtered], top_p[filtered]
+    """The logits, in float32, with what min_p, top_k and top_p drop of the `filtered` ones of the rows at -inf."""
+    settings = (batch.min_p, batch.top_k, batch.top_p)
+    min_p, top_k, top_p = (torch.from_numpy(x[rows.start : rows.stop])[filtered].unsqueeze(1) for x in settings)
     mine = reference.sampling_weights(logits[filtered], best[filtered], inverse[filtered])
     # The best token has weight 1, so min_p is a threshold as it stands.
     threshold = min_p.float()
@@ -295,17 +308,17 @@ def _threshold(
 def _draw(
     logits: torch.Tensor, best: torch.Tensor, inverse: torch.Tensor, uniforms: torch.Tensor, shard: VocabShard
 ) -> torch.Tensor:
-    """Ids, [n], at which the cumulative weight over the whole vocabulary passes `uniforms` [n, 1] of its total.
+    """Ids, [n], at which the cumulative weight over the whole vocabulary passes `uniforms` [n] of its total.
 
     A token's weight is exp((logit - best) / temperature). logits: [n, columns], this rank's.
     """
     kernels = kernels_for(logits.dtype, logits.device.type)
     if kernels is not None and shard.tp.size == 1:
-        return kernels.draw_tokens(logits, best, inverse, uniforms.double().contiguous(), _SEGMENT)
+        return kernels.choose(logits, inverse, uniforms, _SEGMENT)
     sums = (kernels or reference).segment_sums(logits, best, inverse, _SEGMENT)
     cumulative = sums.cumsum(dim=-1)
     rank_ends = shard.tp.all_gather(cumulative[:, -1:].contiguous()).cumsum(dim=-1)
-    target = uniforms * rank_ends[:, -1:]
+    target = uniforms.unsqueeze(1) * rank_ends[:, -1:]
     # The first end above the target: what it belongs to has itself a weight above zero.
     owner = torch.searchsorted(rank_ends, target, right=True)
     if shard.tp.rank > 0:

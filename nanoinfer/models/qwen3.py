@@ -58,7 +58,8 @@ class Qwen3ForCausalLM(nn.Module):
     def compute_logits(self, hidden: torch.Tensor, indices: torch.Tensor | None) -> torch.Tensor:
         """This rank's logits of the tokens at `indices` (None: of all), [len(indices), lm_head.num_rows]; padding is
         -inf."""
-        return self.lm_head(hidden if indices is None else hidden[indices])
+        # Indices rise: as many as there are tokens are all of them.
+        return self.lm_head(hidden if indices is None or len(indices) == len(hidden) else hidden[indices])
 
     def shards(self) -> Iterator[ShardSpec]:
         """Every tensor of the checkpoint that must be there, and where this rank's part of it goes."""

@@ -63,7 +63,7 @@ class DecodeReplay:
         dtype, half = decoder.norm.weight.dtype, config.head_dim // 2
         self._hidden = torch.zeros(most, config.hidden_size, dtype=dtype)
         self._cos, self._sin = torch.zeros(2, most, half, dtype=dtype)
-        self._slots = torch.zeros(most, dtype=torch.int64)
+        self._input_ids, self._positions, self._slots = torch.zeros(3, most, dtype=torch.int64)
         self._tables = torch.zeros(most, -(-limits.max_model_len // kv_cache.block_size), dtype=torch.int32)
         self._seq_lens = torch.zeros(most, dtype=torch.int32)
         self._rows = torch.arange(most)
@@ -98,20 +98,21 @@ class DecodeReplay:
         return program.output[:n]
 
     def _load(self, batch: ForwardBatch, decodes: Decodes) -> int:
-        n = len(batch.input_ids)
-        self._hidden[:n] = self._decoder.embed_tokens(batch.input_ids)
-        self._cos[:n], self._sin[:n] = self._decoder.rotary(batch.positions)
-        self._slots[:n] = batch.slot_mapping
-        self._tables[:n, : decodes.block_tables.shape[1]] = decodes.block_tables
-        self._seq_lens[:n] = decodes.seq_lens
+        n, num_columns = decodes.block_tables.shape
+        # In numpy: a copy by torch takes ten times as long when its code has to come from memory.
+        self._input_ids.numpy()[:n] = batch.input_ids.numpy()
+        self._positions.numpy()[:n] = batch.positions.numpy()
+        self._slots.numpy()[:n] = batch.slot_mapping.numpy()
+        self._tables.numpy()[:n, :num_columns] = decodes.block_tables.numpy()
+        self._seq_lens.numpy()[:n] = decodes.seq_lens.numpy()
         return n
 
     def _batch(self, n: int, splits: int) -> ForwardBatch:
         """The step that was loaded, as far as layers look at it."""
         decodes = Decodes(self._rows[:n], self._tables[:n], self._seq_lens[:n], splits)
         return ForwardBatch(
-            input_ids=self._rows[:n],
-            positions=self._rows[:n],
+            input_ids=self._input_ids[:n],
+            positions=self._positions[:n],
             query_start_loc=torch.arange(n + 1, dtype=torch.int32),
             seq_lens=self._seq_lens[:n],
             block_tables=self._tables[:n],
@@ -124,7 +125,10 @@ class DecodeReplay:
 
     def _run_layers(self, batch: ForwardBatch) -> torch.Tensor:
         n = len(batch.input_ids)
-        return self._decoder.run_layers(self._hidden[:n], (self._cos[:n], self._sin[:n]), batch, self._kv_cache)
+        hidden, rotation = self._hidden[:n], (self._cos[:n], self._sin[:n])
+        self._kernels.gather_rows(self._decoder.embed_tokens.weight, batch.input_ids, hidden)
+        self._decoder.rotary(batch.positions, rotation)
+        return self._decoder.run_layers(hidden, rotation, batch, self._kv_cache)
 
     def _record(self) -> _Program | None:
         """None if layers do more than call kernels."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from nanoinfer.attention.base import ForwardBatch
-from nanoinfer.layers.sampler import Bias, Penalty, SamplingBatch, TokenCounts, uniforms
+from nanoinfer.layers.sampler import Bias, Penalty, SamplingBatch, TokenCounts, inverse_temperatures, uniforms
 from nanoinfer.step import NewSequence, SchedulerOutput, token_bitmask
 
 
@@ -147,15 +147,10 @@ class InputBatch:
 
         In the device's types: int32, int64, float32, float32, int32, float32.
         """
-        temperature = self._temperature[rows]
-        is_random = temperature > 0
-        # Neither infinite nor zero, as in the sampler.
-        limits = np.finfo(np.float32)
-        inverse = (1.0 / np.where(is_random, temperature, 1.0)).clip(limits.tiny, limits.max).astype(np.float32)
         return [
             self._num_prompt[rows].astype(np.int32),
             self._seeds[rows].view(np.int64),
-            np.where(is_random, inverse, np.float32(0)),
+            inverse_temperatures(self._temperature[rows]),
             self._min_p[rows].astype(np.float32),
             self._top_k[rows].clip(0, 2**31 - 1).astype(np.int32),
             self._top_p[rows].astype(np.float32),
@@ -199,6 +194,8 @@ class InputBatch:
 
     def build(self, plan: SchedulerOutput) -> tuple[StepRows, ForwardBatch]:
         """The step's tensors, on the CPU."""
+        if (step := self.decodes(plan)) is not None:
+            return step, self._decode_batch(step)
         seq_ids = list(plan.num_scheduled_tokens)
         rows = np.fromiter((self._row_of[seq_id] for seq_id in seq_ids), np.int64, len(seq_ids))
         num_scheduled = np.fromiter(plan.num_scheduled_tokens.values(), np.int64, len(seq_ids))
@@ -235,6 +232,25 @@ class InputBatch:
             max_seq_len=int(seq_lens.max()),
         )
         return StepRows(seq_ids, rows, num_scheduled, sampled, prompts, plan.bitmasks), batch
+
+    def _decode_batch(self, step: StepRows) -> ForwardBatch:
+        """What `build` makes of a step in which each row computes its last sampled token."""
+        n, positions = len(step.rows), self._num_computed[step.rows]
+        max_seq_len = int(positions.max()) + 1
+        block_tables = self._block_tables[step.rows, : -(-max_seq_len // self.block_size)]
+        column, offset = np.divmod(positions, self.block_size)
+        slots = block_tables[step.sampled, column].astype(np.int64) * self.block_size + offset
+        return ForwardBatch(
+            input_ids=torch.from_numpy(self._last_token[step.rows]),
+            positions=torch.from_numpy(positions),
+            query_start_loc=torch.arange(n + 1, dtype=torch.int32),
+            seq_lens=torch.from_numpy((positions + 1).astype(np.int32)),
+            block_tables=torch.from_numpy(block_tables),
+            slot_mapping=torch.from_numpy(slots),
+            logits_indices=torch.from_numpy(step.sampled),
+            max_query_len=1,
+            max_seq_len=max_seq_len,
+        )
 
     def sampling(self, step: StepRows) -> SamplingBatch:
         """How the step's sampling rows are to be sampled."""

@@ -187,3 +187,29 @@ NORM_ROTATE_STORE(norm_rotate_store_bf16, PlainStore, bf16, bf16)
 NORM_ROTATE_STORE(norm_rotate_store_tiled_bf16, TiledStore, bf16, bf16)
 NORM_ROTATE_STORE(norm_rotate_store_tiled_int8, TiledStore, bf16, int8_t)
 #endif
+
+// cos and sin of positions times inv_freq, times amplitude: [tokens, half] each.
+template <typename T>
+static void rotary(const int64_t *positions, const float *inv_freq, int64_t tokens, int64_t half, float amplitude, T *cos, T *sin) {
+#pragma omp parallel for schedule(static) if (tokens > 4)
+    for (int64_t t = 0; t < tokens; ++t)
+        for (int64_t i = 0; i < half; ++i) {
+            const float angle = (float)positions[t] * inv_freq[i];
+            cos[t * half + i] = from_float<T>(std::cos(angle) * amplitude);
+            sin[t * half + i] = from_float<T>(std::sin(angle) * amplitude);
+        }
+}
+
+extern "C" void rotary_f32(const int64_t *positions, const float *inv_freq, int64_t tokens, int64_t half, float amplitude, float *cos,
+                           float *sin) {
+    rotary(positions, inv_freq, tokens, half, amplitude, cos, sin);
+}
+extern "C" void rotary_bf16(const int64_t *positions, const float *inv_freq, int64_t tokens, int64_t half, float amplitude, bf16 *cos,
+                            bf16 *sin) {
+    rotary(positions, inv_freq, tokens, half, amplitude, cos, sin);
+}
+
+// Rows of a table, of so many bytes each.
+extern "C" void gather_rows(const char *table, const int64_t *indices, int64_t count, int64_t row_bytes, char *out) {
+    for (int64_t i = 0; i < count; ++i) std::memcpy(out + i * row_bytes, table + indices[i] * row_bytes, row_bytes);
+}

@@ -39,12 +39,14 @@ _SIGNATURES: dict[str, list[type]] = {
     "rms_norm": [*[_POINTER] * 3, *[_INT64] * 2, _FLOAT, _POINTER],
     "row_argmax": [_POINTER, *[_INT64] * 3, *[_POINTER] * 2],
     "segment_sums": [_POINTER, *[_INT64] * 3, *[_POINTER] * 2, _INT64, _POINTER],
-    "draw_tokens": [_POINTER, *[_INT64] * 3, *[_POINTER] * 3, _INT64, *[_POINTER] * 2],
+    "choose": [_POINTER, *[_INT64] * 3, *[_POINTER] * 2, _INT64, *[_POINTER] * 3],
+    "rotary": [*[_POINTER] * 2, *[_INT64] * 2, _FLOAT, *[_POINTER] * 2],
+    "gather_rows": [*[_POINTER] * 2, *[_INT64] * 2, _POINTER],
     "norm_rotate_store": [*[_POINTER] * 6, *[_INT64] * 6, _FLOAT, *[_POINTER] * 5],
     "norm_rotate_store_tiled_bf16": [*[_POINTER] * 6, *[_INT64] * 6, _FLOAT, *[_POINTER] * 5],
     "norm_rotate_store_tiled_int8": [*[_POINTER] * 6, *[_INT64] * 6, _FLOAT, *[_POINTER] * 5],
 }
-_TYPED = {"paged_decode", "rms_norm", "norm_rotate_store", "row_argmax", "segment_sums", "draw_tokens"}
+_TYPED = {"paged_decode", "rms_norm", "norm_rotate_store", "row_argmax", "segment_sums", "choose", "rotary"}
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.int8: "int8"}
 # As in decode.cpp.
 MAX_GROUP = 16
@@ -310,27 +312,39 @@ class CPUKernels:
         )  # fmt: skip
         return sums
 
-    def draw_tokens(
-        self,
-        logits: torch.Tensor,
-        best: torch.Tensor,
-        inverse_temperature: torch.Tensor,
-        uniforms: torch.Tensor,
-        segment: int,
+    def choose(
+        self, logits: torch.Tensor, inverse_temperature: torch.Tensor, uniforms: torch.Tensor, segment: int
     ) -> torch.Tensor:
         """[rows] int64: the columns at which the cumulative weight passes `uniforms` of its total.
 
-        A column weighs exp((logit - best) / temperature). best, inverse_temperature: [rows] float32; uniforms: [rows]
-        float64. Sums are made segment by segment, as `segment_sums` does.
+        A column weighs exp((logit - best) / temperature); where the inverse is 0, the answer is the best column, and
+        where the best logit is not finite, -1. inverse_temperature: [rows] float32; uniforms: [rows] float64. Sums are
+        made segment by segment, as `segment_sums` does.
         """
-        sums = torch.empty(len(logits), -(-logits.shape[1] // segment), dtype=torch.float64)
-        tokens = torch.empty(len(logits), dtype=torch.int64)
+        rows = len(logits)
+        best, sums = np.empty(rows, np.float32), np.empty((rows, -(-logits.shape[1] // segment)), np.float64)
+        tokens = torch.empty(rows, dtype=torch.int64)
         self._call(
-            f"draw_tokens_{_SUFFIXES[logits.dtype]}",
-            logits.data_ptr(), *logits.shape, logits.stride(0), best.data_ptr(), inverse_temperature.data_ptr(),
-            uniforms.data_ptr(), segment, sums.data_ptr(), tokens.data_ptr(),
+            f"choose_{_SUFFIXES[logits.dtype]}",
+            logits.data_ptr(), *logits.shape, logits.stride(0), inverse_temperature.data_ptr(), uniforms.data_ptr(),
+            segment, best.ctypes.data, sums.ctypes.data, tokens.data_ptr(),
         )  # fmt: skip
         return tokens
+
+    def rotary(
+        self, positions: torch.Tensor, inv_freq: torch.Tensor, amplitude: float, out: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
+        """cos and sin, [T, half] each, of positions [T] int64 times inv_freq [half] float32, times amplitude."""
+        self._call(
+            f"rotary_{_SUFFIXES[out[0].dtype]}",
+            positions.data_ptr(), inv_freq.data_ptr(), len(positions), len(inv_freq), amplitude, out[0].data_ptr(),
+            out[1].data_ptr(),
+        )  # fmt: skip
+
+    def gather_rows(self, table: torch.Tensor, indices: torch.Tensor, out: torch.Tensor) -> None:
+        """out [T, size] = table [rows, size] at indices [T] int64."""
+        row_bytes = table.shape[1] * table.itemsize
+        self._call("gather_rows", table.data_ptr(), indices.data_ptr(), len(indices), row_bytes, out.data_ptr())
 
 
 def _geometry(kv: LayerKV) -> tuple[int, int, int, int]:

@@ -93,15 +93,23 @@ static int64_t find_token(const T *x, int64_t columns, float best, float inverse
     return last;
 }
 
-// tokens[row]: find_token. sums: memory for [rows][segments].
+// tokens[row]: the winner where the inverse temperature is 0, else find_token; -1 where the largest logit is not finite.
+// best, sums: memory for [rows] and [rows][segments].
 template <typename T>
-static void draw_tokens(const T *logits, int64_t rows, int64_t columns, int64_t stride, const float *best,
-                        const float *inverse_temperature, const double *uniforms, int64_t segment, double *sums, int64_t *tokens) {
-    segment_sums(logits, rows, columns, stride, best, inverse_temperature, segment, sums);
+static void choose(const T *logits, int64_t rows, int64_t columns, int64_t stride, const float *inverse_temperature, const double *uniforms,
+                   int64_t segment, float *best, double *sums, int64_t *tokens) {
+    row_argmax(logits, rows, columns, stride, best, tokens);
+    bool draws = false;
+    for (int64_t row = 0; row < rows; ++row) draws |= inverse_temperature[row] > 0;
+    if (draws) segment_sums(logits, rows, columns, stride, best, inverse_temperature, segment, sums);
     const int64_t segments = (columns + segment - 1) / segment;
 #pragma omp parallel for schedule(static)
-    for (int64_t row = 0; row < rows; ++row)
-        tokens[row] = find_token(logits + row * stride, columns, best[row], inverse_temperature[row], segment, sums + row * segments, uniforms[row]);
+    for (int64_t row = 0; row < rows; ++row) {
+        if (!std::isfinite(best[row]))
+            tokens[row] = -1;
+        else if (inverse_temperature[row] > 0)
+            tokens[row] = find_token(logits + row * stride, columns, best[row], inverse_temperature[row], segment, sums + row * segments, uniforms[row]);
+    }
 }
 
 extern "C" void row_argmax_f32(const float *x, int64_t rows, int64_t columns, int64_t stride, float *best, int64_t *winners) {
@@ -118,11 +126,11 @@ extern "C" void segment_sums_bf16(const bf16 *x, int64_t rows, int64_t columns, 
                                   const float *inverse_temperature, int64_t segment, double *sums) {
     segment_sums(x, rows, columns, stride, best, inverse_temperature, segment, sums);
 }
-extern "C" void draw_tokens_f32(const float *x, int64_t rows, int64_t columns, int64_t stride, const float *best,
-                                const float *inverse_temperature, const double *uniforms, int64_t segment, double *sums, int64_t *tokens) {
-    draw_tokens(x, rows, columns, stride, best, inverse_temperature, uniforms, segment, sums, tokens);
+extern "C" void choose_f32(const float *x, int64_t rows, int64_t columns, int64_t stride, const float *inverse_temperature,
+                           const double *uniforms, int64_t segment, float *best, double *sums, int64_t *tokens) {
+    choose(x, rows, columns, stride, inverse_temperature, uniforms, segment, best, sums, tokens);
 }
-extern "C" void draw_tokens_bf16(const bf16 *x, int64_t rows, int64_t columns, int64_t stride, const float *best,
-                                 const float *inverse_temperature, const double *uniforms, int64_t segment, double *sums, int64_t *tokens) {
-    draw_tokens(x, rows, columns, stride, best, inverse_temperature, uniforms, segment, sums, tokens);
+extern "C" void choose_bf16(const bf16 *x, int64_t rows, int64_t columns, int64_t stride, const float *inverse_temperature,
+                            const double *uniforms, int64_t segment, float *best, double *sums, int64_t *tokens) {
+    choose(x, rows, columns, stride, inverse_temperature, uniforms, segment, best, sums, tokens);
 }
