@@ -12,8 +12,9 @@ run: $(VENV)/.run
 serve: $(VENV)/.serve
 	$(PY) -m nanoinfer serve $(ARGS)
 
+# Two workers: most tests keep one core busy. The files that take longest are begun first (tests/conftest.py).
 test: $(VENV)/.test
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(VENV)/.test
 	$(PY) -m ruff check .
