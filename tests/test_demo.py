@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from nanoinfer.demo import demo_model_path
 from nanoinfer.demo.questions import held_out_set
 
 GREEDY = SamplingParams(temperature=0, max_tokens=160)
+POOL: dict[str, Any] = {"cpu_kvcache_gib": 0.25}  # mapping the usual 4 GiB takes seconds
 EXAMPLE_PROMPTS = ["introduce yourself", "list all prime numbers within 100"]
 
 
@@ -30,7 +32,7 @@ def test_float32_greedy_ids_are_those_of_transformers(enable_thinking: bool | No
     questions = [question for family in held_out_set(2).values() for question in family]
     prompts = EXAMPLE_PROMPTS + [question.prompt for question in questions]
     options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-    with LLM(demo_model_path(), dtype="float32") as llm:
+    with LLM(demo_model_path(), dtype="float32", **POOL) as llm:
         outputs = ask(llm, prompts, **options)
     for prompt, output in zip(prompts, outputs, strict=True):
         text = tokenizer.apply_chat_template(
@@ -47,7 +49,7 @@ def test_float32_greedy_ids_are_those_of_transformers(enable_thinking: bool | No
 
 
 def test_both_prompts_of_the_example_are_answered_right() -> None:
-    with LLM(demo_model_path()) as llm:
+    with LLM(demo_model_path(), **POOL) as llm:
         for enable_thinking in (None, False):
             options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
             introduction, primes = ask(llm, EXAMPLE_PROMPTS, **options)
