@@ -20,7 +20,7 @@ import pytest
 import tiny
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.config import SchedulerConfig
@@ -48,6 +48,12 @@ def qwen3_tokenizer_dir() -> Path | None:
         if (base / "qwen3-tokenizer" / "tokenizer.json").is_file():
             return base / "qwen3-tokenizer"
     return None
+
+
+@lru_cache(maxsize=1)
+def qwen3_tokenizer() -> PreTrainedTokenizerBase:
+    """It takes seconds to load."""
+    return AutoTokenizer.from_pretrained(qwen3_tokenizer_dir())
 
 
 @lru_cache(maxsize=1)
@@ -123,9 +129,9 @@ def new_directory() -> Path:
 
 
 @lru_cache(maxsize=64)
-def checkpoint(variant: str = "tied", seed: int = 0, tokenizer: bool = False) -> Tiny:
+def checkpoint(variant: str = "tied", seed: int = 0, tokenizer: bool = False, **overrides: Any) -> Tiny:
     directory = new_directory()
-    model = tiny.save(directory, variant, seed)
+    model = tiny.save(directory, variant, seed, **overrides)
     if tokenizer:
         byte_tokenizer().save_pretrained(directory)
     return Tiny(directory, model)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import logging
-import multiprocessing
 import os
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -328,16 +330,37 @@ def test_one_openmp_runtime_is_in_the_process() -> None:
     assert len(runtimes) == 1, runtimes
 
 
-def _build_and_report(cache: str) -> str:
-    return str(build.build_kernels(Path(cache)))
+BUILD = """
+import sys
+from pathlib import Path
+from nanoinfer.kernels.cpu import build
+build.SOURCES = Path(sys.argv[1])
+print("ready", flush=True)
+sys.stdin.read()
+print(build.build_kernels(Path(sys.argv[2])))
+"""
 
 
 @needs_kernels
 def test_processes_that_build_at_once_end_with_one_whole_library(tmp_path: Path) -> None:
-    with multiprocessing.get_context("spawn").Pool(3) as pool:
-        libraries = set(pool.map(_build_and_report, [str(tmp_path)] * 3))
+    """Of a small source: the kernels themselves have been built for the other tests."""
+    sources, cache = tmp_path / "sources", tmp_path / "cache"
+    sources.mkdir()
+    for name in ("one", "two"):
+        (sources / f"{name}.cpp").write_text(f'#include <regex>\nextern "C" int {name}() {{ return 7; }}\n')
+    command = [sys.executable, "-c", BUILD, str(sources), str(cache)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with contextlib.ExitStack() as stack:
+        builders = [stack.enter_context(subprocess.Popen(command, **pipes)) for _ in range(3)]
+        for builder in builders:
+            assert builder.stdout.readline() == b"ready\n"
+        for builder in builders:
+            builder.stdin.close()
+        libraries = {builder.stdout.read().decode().strip() for builder in builders}
     assert len(libraries) == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([Path(*libraries).name, "lock"])
+    library = Path(*libraries)
+    assert sorted(path.name for path in cache.iterdir()) == sorted([library.name, "lock"])
+    assert ctypes.CDLL(library).two() == 7
 
 
 def test_another_source_is_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -588,12 +588,9 @@ def test_chat_renders_the_template_and_passes_enable_thinking_on(text_llm: LLM) 
 
 
 def test_chat_with_the_real_template_closes_the_thinking_only_when_told_not_to_think() -> None:
-    directory = kit.qwen3_tokenizer_dir()
-    if directory is None:
+    if kit.qwen3_tokenizer_dir() is None:
         pytest.skip("the Qwen3 tokenizer is not on this machine")
-    from transformers import AutoTokenizer
-
-    real = AutoTokenizer.from_pretrained(directory)
+    real = kit.qwen3_tokenizer()
     model_dir = kit.new_directory()
     tiny.save(model_dir, "tied", vocab_size=151936, hidden_size=16, num_hidden_layers=1)
     real.save_pretrained(model_dir)
@@ -943,7 +940,7 @@ def test_200_generate_calls_leave_every_container_as_large_as_before() -> None:
     assert after == before
 
 
-def test_20000_prompts_are_queued_and_finished_without_looking_at_the_queue_each_step() -> None:
+def test_5000_prompts_are_queued_and_finished_without_looking_at_the_queue_each_step() -> None:
     """A step looks at as many waiting requests as it admits, and one more."""
     llm = fake_llm(checkpoint("tied").directory, max_num_seqs=64, enable_prefix_caching=True)
     matched = [0]
@@ -956,10 +953,10 @@ def test_20000_prompts_are_queued_and_finished_without_looking_at_the_queue_each
 
     manager.match_prefix = counting  # type: ignore[method-assign]
     with checked_steps(llm.engine, every=100) as plans:
-        outputs = llm.generate([[i % 320] for i in range(20_000)], greedy(1))
-    assert len(outputs) == 20_000
+        outputs = llm.generate([[i % 320] for i in range(5000)], greedy(1))
+    assert len(outputs) == 5000
     assert all(output.token_ids == [kit.hashed_token(output.prompt_token_ids)] for output in outputs)
-    assert 20_000 <= matched[0] <= 20_000 + len(plans)
+    assert 5000 <= matched[0] <= 5000 + len(plans)
 
 
 def test_a_queue_may_be_aborted_from_either_end() -> None:
@@ -1021,8 +1018,9 @@ def test_a_stream_that_is_collected_within_a_step_harms_nobody(text_llm: LLM) ->
     allocate = engine.scheduler.block_manager.allocate
 
     def collecting(num_new_blocks: int) -> list[int]:
-        stream.clear()
-        gc.collect()
+        if stream:
+            stream.clear()
+            gc.collect()
         return allocate(num_new_blocks)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -16,6 +16,7 @@ from test_bench import TINY
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.bench import quality
 from nanoinfer.bench.quality import Distance, ForcedText
+from nanoinfer.demo.questions import held_out_set
 
 
 def logits(*probabilities: float) -> torch.Tensor:
@@ -87,7 +88,12 @@ def test_the_report_has_each_setting(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr(quality, "_FORCED_PER_FAMILY", 1)
     monkeypatch.setattr(quality, "_ASKED_PER_FAMILY", 1)
     monkeypatch.setattr(quality, "_SHAPE_INPUT", 8)
-    monkeypatch.setattr(quality, "SETTINGS", {"same": {"dtype": "float32"}})
+    families = ("addition", "comparing", "spelling", "alphabet", "capitals", "opposites")
+    few = {family: held_out_set(1)[family] for family in families}
+    monkeypatch.setattr(quality, "held_out_set", lambda per_family: few)
+    small = {"dtype": "float32", "cpu_kvcache_gib": 0.25}  # mapping the usual 4 GiB takes seconds
+    monkeypatch.setattr(quality, "REFERENCE", small)
+    monkeypatch.setattr(quality, "SETTINGS", {"same": small})
     throughput.main(["--quality", "--device", "cpu", "--json"])
     report = json.loads(capsys.readouterr().out)
     assert report["accuracy"].keys() == {"float32", "same"} and report["accuracy"]["same"] > 0.5

@@ -1135,7 +1135,7 @@ def _measure() -> dict[str, int]:
 
 
 @pytest.mark.usefixtures("leaves_nothing")
-@pytest.mark.parametrize(("size", "warm_up", "cycles"), [(1, 20, 200), (2, 1, 5)])
+@pytest.mark.parametrize(("size", "warm_up", "cycles"), [(1, 20, 200), (2, 1, 2)])
 def test_engines_that_come_and_go_leave_descriptors_threads_and_memory_as_they_were(
     size: int, warm_up: int, cycles: int, model: Model
 ) -> None:
@@ -1157,8 +1157,8 @@ def test_engines_that_come_and_go_leave_descriptors_threads_and_memory_as_they_w
     assert after["descriptors"] == before["descriptors"]
     assert after["threads"] == before["threads"]
     assert after["children"] == before["children"]
-    # The weights and the pool of one engine are about 1 MB.
-    assert after["bytes"] - before["bytes"] < 20 * 2**20
+    # The weights and the pool of one engine are about 1 MB, which two ranks hold apart from this process.
+    assert after["bytes"] - before["bytes"] < (20 if size == 1 else 8) * 2**20
 
 
 @pytest.mark.usefixtures("leaves_nothing")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit import qwen3_tokenizer_dir
+from kit import qwen3_tokenizer, qwen3_tokenizer_dir
 from server_kit import DEMO, ScriptedLLM, asgi_client, client_of, events
 from transformers import AutoTokenizer
 
@@ -577,7 +577,7 @@ def test_harmless_conversations_are_tokenized_as_always(texts: list[str]) -> Non
 
 @pytest.mark.skipif(qwen3_tokenizer_dir() is None, reason="the real Qwen3 tokenizer is not on this machine")
 def test_the_real_tokenizer_cuts_chats_as_always() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(qwen3_tokenizer_dir())
+    tokenizer = qwen3_tokenizer()
     messages = [
         {"role": "system", "content": "Sei kürz."},
         {"role": "user", "content": "What's 3+4?\n\n  def f(x):\n\treturn x  # 你好 😀 e\u0301"},

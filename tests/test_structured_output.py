@@ -18,9 +18,8 @@ import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit import byte_tokenizer, checkpoint, qwen3_tokenizer_dir
+from kit import byte_tokenizer, checkpoint, qwen3_tokenizer, qwen3_tokenizer_dir
 from server_kit import asgi_client, tiny_llm
-from transformers import AutoTokenizer
 
 from nanoinfer.async_llm import QueueFullError
 from nanoinfer.entrypoints.grammar_trial import GrammarTrial
@@ -209,7 +208,7 @@ def test_after_thinking_everything_may_be_said_until_the_block_is_closed() -> No
 @pytest.mark.skipif(qwen3_tokenizer_dir() is None, reason="the real Qwen3 tokenizer is not on this machine")
 def test_the_real_tokenizer_with_its_padded_vocabulary() -> None:
     """A call in Qwen3's form is accepted as its own tokenizer cuts it, and the end is allowed after it only."""
-    tokenizer = AutoTokenizer.from_pretrained(qwen3_tokenizer_dir())
+    tokenizer = qwen3_tokenizer()
     eos = [151645, 151643]
     one = GrammarCompiler(tokenizer, 151936, eos, timeout=60)
     tools = [{"name": "f", "parameters": obj(city=small("string", maxLength=20), n=DIGIT)}]

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kit import byte_tokenizer, checkpoint, fake_llm, make_llm
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.engine.detokenizer import Detokenizer, StopStrings, TokenTable
@@ -42,7 +42,7 @@ _LOADED: dict[str, PreTrainedTokenizerBase] = {}
 
 def load(name: str) -> PreTrainedTokenizerBase:
     if name not in _LOADED:
-        _LOADED[name] = byte_tokenizer() if name == "byte" else AutoTokenizer.from_pretrained(kit.qwen3_tokenizer_dir())
+        _LOADED[name] = byte_tokenizer() if name == "byte" else kit.qwen3_tokenizer()
     return _LOADED[name]
 
 

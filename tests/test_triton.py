@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,41 +26,50 @@ CASES = ("triton_engine_cases.py", "triton_cases.py", "triton_launch_cases.py")
 
 
 @pytest.fixture(scope="module")
-def processes() -> Iterator[dict[str, subprocess.Popen[str]]]:
-    """Triton's switch is read at import, so what is interpreted and what is compiled have processes of their own, which
-    run side by side."""
+def say() -> Iterator[Callable[[str], str]]:
+    """Triton's switch is read at import, so what is interpreted and what is compiled have processes of their own. They
+    run side by side, or one by one in a worker of pytest-xdist, which has other workers beside it.
+
+    Returns what waits for one of them, which must succeed, and returns what it has said."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
     arguments = {cases: ["pytest", "-p", "no:cacheprovider", "--durations=3", str(TESTS / cases)] for cases in CASES}
     arguments["compile"] = ["nanoinfer.kernels.triton.compile", *map(str, SHARED_LIMIT)]
-    running = {
-        name: subprocess.Popen(
-            [sys.executable, "-m", *of_name],
+    running: dict[str, subprocess.Popen[str]] = {}
+
+    def start(name: str) -> None:
+        running[name] = subprocess.Popen(
+            [sys.executable, "-m", *arguments[name]],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             cwd=TESTS.parent,
             env=environment,
         )
-        for name, of_name in arguments.items()
-    }
-    yield running
+
+    def say(name: str) -> str:
+        if name not in running:
+            start(name)
+        said, _ = running[name].communicate(timeout=300)
+        assert running[name].returncode == 0, said[-8000:]
+        return said
+
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        for name in arguments:
+            start(name)
+    yield say
     for process in running.values():
         process.kill()
         process.wait()
 
 
 @pytest.mark.parametrize("cases", CASES)
-def test_in_a_process_of_its_own(processes: dict[str, subprocess.Popen[str]], cases: str) -> None:
-    said, _ = processes[cases].communicate(timeout=300)
-    assert processes[cases].returncode == 0, said[-8000:]
+def test_in_a_process_of_its_own(say: Callable[[str], str], cases: str) -> None:
+    said = say(cases)
     assert " passed" in said and "skipped" not in said, said
 
 
-def test_every_kernel_compiles_for_every_generation_and_spills_nothing(
-    processes: dict[str, subprocess.Popen[str]],
-) -> None:
-    said, _ = processes["compile"].communicate(timeout=300)
-    assert processes["compile"].returncode == 0, said[-8000:]
+def test_every_kernel_compiles_for_every_generation_and_spills_nothing(say: Callable[[str], str]) -> None:
+    said = say("compile")
     print(said)  # for whoever runs pytest -s, and in CI's log when something is over the bound
     rows = [line.split() for line in said.splitlines()[1:]]
     for capability, limit in SHARED_LIMIT.items():

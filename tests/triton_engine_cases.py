@@ -56,7 +56,7 @@ def engine(
 ) -> tuple[LLM, kit.Tiny]:
     if graphs:
         monkeypatch.setattr(model_runner, "graph_factory", lambda device, enforce_eager: StandInGraph)
-    checkpoint = kit.checkpoint(variant)
+    checkpoint = kit.checkpoint(variant, num_hidden_layers=2)  # the interpreter takes its time for each
     options = {"max_model_len": 64, "max_num_seqs": 5, "async_scheduling": True, **options}  # as on a GPU
     llm = kit.make_llm(checkpoint.directory, shuffle=1, **options)
     return llm, checkpoint
@@ -262,7 +262,7 @@ def in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_two_ranks_equal_transformers(in_turns: None) -> None:
     """Both ranks end every step with the same tokens, which the executor checks; a filter looks at whole rows."""
-    checkpoint = kit.checkpoint("tied")
+    checkpoint = kit.checkpoint("tied", num_hidden_layers=2)
     llm = kit.lockstep_llm(checkpoint.directory, 2, max_model_len=64, max_num_seqs=2)
     assert llm.engine.executor.runner.backend.name == "triton"
     prompts = [[7, 8, 9], [30, 2, 5, 11]]
@@ -296,7 +296,7 @@ def test_the_largest_step_runs_over_one_block_and_writes_nothing(monkeypatch: py
     llm, _ = engine(monkeypatch, False, max_num_batched_tokens=11)
     runner = llm.engine.executor.runner
     limits = llm.engine.scheduler.config
-    kv_cache = runner.backend.allocate(3, 1, limits.block_size, torch.float32, "cpu")
+    kv_cache = runner.backend.allocate(2, 1, limits.block_size, torch.float32, "cpu")
     before = kv_cache.data.fill_(3.0).clone()
     probe = runner._make_device_runner(limits, kv_cache)
     gpu_memory.run_largest_step(probe)

@@ -97,12 +97,15 @@ def _exit_with_parent(socket_fd: int, parent: int) -> None:
 def _serve(sock: socket.socket) -> None:
     start = receive(sock)
     assert isinstance(start, Start)
+    # Importing torch makes half a million objects that stay: looking for garbage among them takes a fifth of the start.
+    gc.disable()
     from nanoinfer.distributed import launch
 
     if start.rank > 0:
         # What all ranks find, rank 0 says.
         logging.getLogger("nanoinfer").setLevel(logging.ERROR)
     runner, groups = _load(start)
+    gc.enable()
     _send(sock, Started(runner.capacity()))
     last_index = 0
     launched: deque[_Launched] = deque()
