@@ -145,7 +145,7 @@ class CPUAttention(AttentionBackend):
         if batch.is_decode_only and self._kernels is not None:
             n = len(batch.seq_lens)
             return CPUPlan(
-                Decodes(torch.arange(n), batch.block_tables, batch.seq_lens, self._splits(n, batch.max_seq_len)),
+                Decodes(torch.arange(n), batch.block_tables, batch.seq_lens, self.splits(n, batch.max_seq_len)),
                 None,
                 [],
                 [],
@@ -175,9 +175,10 @@ class CPUAttention(AttentionBackend):
     def _plan_decodes(self, seqs: torch.Tensor, batch: ForwardBatch) -> Decodes:
         seq_lens = batch.seq_lens[seqs]
         rows = batch.query_start_loc[seqs].long()
-        return Decodes(rows, batch.block_tables[seqs], seq_lens, self._splits(len(seqs), int(seq_lens.max())))
+        return Decodes(rows, batch.block_tables[seqs], seq_lens, self.splits(len(seqs), int(seq_lens.max())))
 
-    def _splits(self, num_seqs: int, longest: int) -> int:
+    def splits(self, num_seqs: int, longest: int) -> int:
+        """Parts that each context is cut into, so that all threads have work. longest: most tokens of a context."""
         num_items = num_seqs * (1 if self._tiled else self.num_kv_heads)
         wanted = -(-_ITEMS_PER_THREAD * torch.get_num_threads() // num_items)
         return max(1, min(wanted, longest // _MIN_SPLIT_TOKENS))

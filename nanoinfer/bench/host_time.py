@@ -71,13 +71,16 @@ def _step_seconds(llm: LLM, num_seqs: int, as_on_gpu: bool) -> list[float]:
     def forward(batch: ForwardBatch) -> torch.Tensor:
         return torch.empty(0)
 
-    def compute_logits(hidden: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    def compute_logits(hidden: torch.Tensor, indices: torch.Tensor | None) -> torch.Tensor:
+        assert indices is not None  # None comes from replayed steps alone
         return torch.empty(len(indices), 0)
 
     def sample(logits: torch.Tensor, sampling: SamplingBatch) -> tuple[list[int], dict[int, TokenLogprobs]]:
         return [7] * len(logits), {}
 
     runner.forward, runner.compute_logits, runner.sample = forward, compute_logits, sample  # type: ignore[method-assign]
+    if (replay := runner._replay) is not None:
+        replay.tokens = lambda: [7] * replay._num_seqs  # type: ignore[method-assign]
     llm.engine.async_scheduling = executor.runs_apart = True
     if as_on_gpu:
         _use_instant_device(runner, llm.engine.scheduler.config)

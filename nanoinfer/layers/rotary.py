@@ -39,7 +39,8 @@ class RotaryEmbedding:
             return self._triton.rotary(positions, self.inv_freq, self.amplitude, self.dtype)
         if self._cpu is not None:
             if out is None:
-                out = torch.empty(2, len(positions), len(self.inv_freq), dtype=self.dtype).unbind()
+                cos, sin = torch.empty(2, len(positions), len(self.inv_freq), dtype=self.dtype)
+                out = cos, sin
             self._cpu.rotary(positions, self.inv_freq, self.amplitude, out)
             return out
         assert out is None

@@ -28,7 +28,7 @@ from nanoinfer.step import TokenLogprobs
 # Rows worked on at once: bounds the float32 copies (20 MB each for Qwen3's vocabulary).
 _CHUNK_ROWS = 32
 # The distribution is summed by segments of so many tokens; only the segment that is hit is looked at token by token.
-_SEGMENT = 512
+SEGMENT = 512
 # Largest weights of each slice looked at before whole rows are, for top_p.
 _TOP_P_CANDIDATES = 512
 
@@ -124,6 +124,16 @@ def uniforms(seeds: np.ndarray, output_indices: np.ndarray) -> np.ndarray:
     return (z >> np.uint64(32)).astype(np.float64) * 2.0**-32
 
 
+def checked(token_ids: list[int]) -> list[int]:
+    """The ids; FloatingPointError if one of them is none."""
+    if min(token_ids) < 0:
+        raise FloatingPointError(
+            "the model's logits contain NaN or infinity; float16 overflows on models trained in bfloat16: use "
+            "dtype='bfloat16' or 'float32'"
+        )
+    return token_ids
+
+
 def sample(
     logits: torch.Tensor, batch: SamplingBatch, shard: VocabShard | None = None
 ) -> tuple[list[int], dict[int, TokenLogprobs]]:
@@ -139,7 +149,7 @@ def sample(
         rows = range(start, min(start + _CHUNK_ROWS, len(logits)))
         raw = logits[start : rows.stop]
         chosen = _choose(_adjust(raw, rows, batch, shard), rows, batch, shard)
-        token_ids += chosen.tolist()
+        token_ids += checked(chosen.tolist())
         wanted = [row for row in rows if row in batch.logprobs]
         if wanted:
             local = [row - start for row in wanted]
@@ -216,31 +226,24 @@ def inverse_temperatures(temperature: np.ndarray) -> np.ndarray:
 
 
 def _choose(logits: torch.Tensor, rows: range, batch: SamplingBatch, shard: VocabShard) -> torch.Tensor:
-    """One id per row, [n] int64. logits: [n, columns], penalties applied."""
+    """One id per row, [n] int64; -1 where no logit is the largest. logits: [n, columns], penalties applied."""
     kernels = kernels_for(logits.dtype, logits.device.type)
     inverse = torch.from_numpy(inverse_temperatures(batch.temperature[rows.start : rows.stop]))
     uniforms = torch.from_numpy(np.ascontiguousarray(batch.uniforms[rows.start : rows.stop]))
     filtered = batch.filtered(rows)
     # Torch's operators take 20 to 60 us each when a step's weights have gone through the caches.
     if kernels is not None and shard.tp.size == 1 and not len(filtered):
-        return _finite(kernels.choose(logits, inverse, uniforms, _SEGMENT))
-    best, greedy = _best_of_ranks(*(kernels or reference).row_argmax(logits), shard)
-    greedy = _finite(greedy.where(best.isfinite(), -1))
+        return kernels.choose(logits, inverse, uniforms, SEGMENT)
+    maxima, winners = (kernels or reference).row_argmax(logits)
+    best, greedy = _best_of_ranks(maxima, winners, shard)
+    if not bool(best.isfinite().all()):
+        return greedy.where(best.isfinite(), -1)
     if not bool(inverse.any()):
         return greedy
     is_random, inverse = inverse > 0, inverse.where(inverse > 0, 1.0)
     if len(filtered):
         logits = _filter(logits, best, inverse, torch.from_numpy(filtered), batch, rows, shard)
     return torch.where(is_random, _draw(logits, best, inverse, uniforms, shard), greedy)
-
-
-def _finite(token_ids: torch.Tensor) -> torch.Tensor:
-    if bool((token_ids < 0).any()):
-        raise FloatingPointError(
-            "the model's logits contain NaN or infinity; float16 overflows on models trained in bfloat16: use "
-            "dtype='bfloat16' or 'float32'"
-        )
-    return token_ids
 
 
 def _best_of_ranks(maxima: torch.Tensor, winners: torch.Tensor, shard: VocabShard) -> tuple[torch.Tensor, torch.Tensor]:
@@ -314,8 +317,8 @@ def _draw(
     """
     kernels = kernels_for(logits.dtype, logits.device.type)
     if kernels is not None and shard.tp.size == 1:
-        return kernels.choose(logits, inverse, uniforms, _SEGMENT)
-    sums = (kernels or reference).segment_sums(logits, best, inverse, _SEGMENT)
+        return kernels.choose(logits, inverse, uniforms, SEGMENT)
+    sums = (kernels or reference).segment_sums(logits, best, inverse, SEGMENT)
     cumulative = sums.cumsum(dim=-1)
     rank_ends = shard.tp.all_gather(cumulative[:, -1:].contiguous()).cumsum(dim=-1)
     target = uniforms.unsqueeze(1) * rank_ends[:, -1:]
@@ -328,12 +331,12 @@ def _draw(
     segment = torch.minimum(torch.searchsorted(cumulative, target, right=True), last_segment)
     before = torch.where(segment > 0, cumulative.gather(1, (segment - 1).clamp(min=0)), 0.0)
     # Only the segment that is hit is looked at token by token; columns beyond the last one weigh nothing.
-    columns = segment * _SEGMENT + torch.arange(_SEGMENT)
+    columns = segment * SEGMENT + torch.arange(SEGMENT)
     inside = logits.gather(1, columns.clamp(max=logits.shape[1] - 1))
     weights = reference.sampling_weights(inside, best, inverse).masked_fill_(columns >= logits.shape[1], 0.0)
     offset = torch.searchsorted(weights.cumsum(dim=-1, dtype=torch.float64), target - before, right=True)
-    last = torch.where(weights > 0, torch.arange(_SEGMENT), 0).amax(dim=-1, keepdim=True)
-    token_ids = shard.first_id + segment * _SEGMENT + torch.minimum(offset, last)
+    last = torch.where(weights > 0, torch.arange(SEGMENT), 0).amax(dim=-1, keepdim=True)
+    token_ids = shard.first_id + segment * SEGMENT + torch.minimum(offset, last)
     return shard.tp.all_reduce(token_ids.where(owner == shard.tp.rank, 0)).squeeze(1)
 
 

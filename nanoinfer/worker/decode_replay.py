@@ -2,31 +2,34 @@
 
 A layer is seven kernel calls of 50 to 600 us. Python needs 20 to 40 us for each, since the weights that went through
 the caches meanwhile have thrown its own data out of them: a fifth of a step at batch 1. So the calls of a decode step
-are noted once, for any batch size, and one function makes them.
+are noted once, for any batch size, and one function makes them. What comes before and after the layers, inputs and
+sampler, would cost as much in torch's or numpy's operators: it is kernels, too.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanoinfer.attention.base import ForwardBatch, KVCache
+from nanoinfer.attention.base import AttentionBackend, ForwardBatch, KVCache
 from nanoinfer.attention.cpu import CPUAttention, CPUPlan, Decodes, most_parts
 from nanoinfer.config import ModelConfig, SchedulerConfig
 from nanoinfer.kernels.cpu.memory import Workspace
-from nanoinfer.kernels.cpu.ops import CPUKernels
+from nanoinfer.kernels.cpu.ops import CPUKernels, DecodeColumns, DecodeInputs, kernels_for
 from nanoinfer.kernels.cpu.recording import Recording
 from nanoinfer.layers.linear import ParallelLinear
-from nanoinfer.models.decoder import Decoder
+from nanoinfer.layers.sampler import SEGMENT, checked
+from nanoinfer.models.qwen3 import Qwen3ForCausalLM
 
 logger = logging.getLogger(__name__)
 
 
-# Rows of logits that have a place in the workspace.
+# Rows of logits that have a place in the workspace, where steps are not replayed.
 _LOGITS_ROWS = 64
 
 
@@ -44,119 +47,145 @@ def make_workspace(config: ModelConfig, dtype: torch.dtype, limits: SchedulerCon
     return Workspace(num_tokens * width * dtype.itemsize + parts_bytes + 10 * 64, largest)
 
 
+class NotReplayable(Exception):
+    """Why a step cannot be replayed."""
+
+
+def make_replay(
+    model: Qwen3ForCausalLM, backend: AttentionBackend, kv_cache: KVCache, workspace: Workspace, limits: SchedulerConfig
+) -> DecodeReplay | None:
+    """None if a decode step of this model is more than calls of kernels; said in the log where that is a surprise."""
+    kernels = kernels_for(model.model.norm.weight.dtype, "cpu")
+    methods = [module.method for module in model.modules() if isinstance(module, ParallelLinear)]
+    is_packed = all(method.is_packed for method in [*methods, model.lm_head.method])
+    if kernels is None or not isinstance(backend, CPUAttention) or not backend.can_replay or not is_packed:
+        return None
+    try:
+        return DecodeReplay(model, kernels, backend, kv_cache, workspace, limits)
+    except NotReplayable as reason:
+        logger.warning("decode steps run with Python between the kernels: %s", reason)
+        return None
+
+
 class DecodeReplay:
-    """Runs a decoder's layers over a step of decodes. The result is valid until the workspace is used again."""
+    """Runs steps in which each sequence computes its last token.
+
+    `load(rows)`, then `tokens()` if they are sampled by temperature alone, else `hidden()`; both are valid until the
+    next step.
+    """
 
     def __init__(
         self,
-        decoder: Decoder,
+        model: Qwen3ForCausalLM,
         kernels: CPUKernels,
+        backend: CPUAttention,
         kv_cache: KVCache,
         workspace: Workspace,
         limits: SchedulerConfig,
     ) -> None:
-        self._decoder, self._kernels, self._kv_cache, self._workspace = decoder, kernels, kv_cache, workspace
-        self._is_checked = False
-        config = decoder.config
+        """Raises NotReplayable where a step is more than calls of kernels."""
+        self._model, self._kernels, self._backend, self._kv_cache = model, kernels, backend, kv_cache
+        self._workspace = workspace
+        config = model.config
         # Two recordings differ in the number of rows.
-        most = max(2, limits.max_num_seqs)
-        dtype, half = decoder.norm.weight.dtype, config.head_dim // 2
+        self._most = most = max(2, limits.max_num_seqs)
+        dtype, half = model.model.norm.weight.dtype, config.head_dim // 2
         self._hidden = torch.zeros(most, config.hidden_size, dtype=dtype)
         self._cos, self._sin = torch.zeros(2, most, half, dtype=dtype)
-        self._input_ids, self._positions, self._slots = torch.zeros(3, most, dtype=torch.int64)
-        self._tables = torch.zeros(most, -(-limits.max_model_len // kv_cache.block_size), dtype=torch.int32)
-        self._seq_lens = torch.zeros(most, dtype=torch.int32)
-        self._rows = torch.arange(most)
-        self._program = self._record()
+        self._inputs = DecodeInputs.zeros(most, -(-limits.max_model_len // limits.block_size))
+        self._rows = torch.zeros(most, dtype=torch.int64)
+        self._order = torch.arange(most + 1)
+        self._starts = self._order.int()
+        self._num_seqs, self._splits = 0, 1
+        self._layers = self._record(self._run_layers, workspace)
+        # Of its own, since its size goes with the number of sequences; what is not used is not mapped.
+        logits_bytes = most * (config.vocab_size * dtype.itemsize + 8 * (config.vocab_size // SEGMENT + 1) + 1024)
+        sampler_memory = Workspace(logits_bytes, logits_bytes)
+        self._sampler = self._record(lambda n, _: self._sample(self._layers.output[:n]), sampler_memory)
+        self._check(min(limits.max_model_len, limits.num_blocks * limits.block_size))
 
-    @classmethod
-    def can_run(cls, decoder: Decoder, backend: object, tensor_parallel_size: int) -> bool:
-        """Whether a decode step is nothing but calls of kernels."""
-        linears = [module for module in decoder.modules() if isinstance(module, ParallelLinear)]
-        is_packed = all(layer.method.is_packed for layer in linears)
-        return isinstance(backend, CPUAttention) and backend.can_replay and is_packed and tensor_parallel_size == 1
+    def load(self, rows: np.ndarray, columns: DecodeColumns, longest: int) -> None:
+        """The step's inputs. rows: [n] int64, of the columns; longest: most tokens of one, the step's own included."""
+        self._num_seqs, self._splits = len(rows), self._backend.splits(len(rows), longest)
+        mine = self._rows[: len(rows)]
+        mine.numpy()[:] = rows
+        self._kernels.decode_inputs(mine, columns, self._kv_cache.block_size, self._inputs)
 
-    def __call__(self, batch: ForwardBatch) -> torch.Tensor | None:
-        """Hidden states, [num_tokens, hidden_size], or None where the step has to be run the ordinary way."""
-        plan = batch.plan
-        assert isinstance(plan, CPUPlan)
-        if self._program is None or not batch.is_decode_only or plan.decodes is None:
-            return None
-        # Models are of one kind throughout: what holds for one batch size does for the others.
-        if not self._is_checked and not self._check(self._program, batch, plan.decodes):
-            logger.warning(
-                "decode steps run with Python between the kernels: made on their own, these gave another result"
-            )
-            self._program = None
-            return None
-        self._is_checked = True
-        return self._replay(self._program, batch, plan.decodes)
+    def hidden(self) -> torch.Tensor:
+        """Hidden states, [n, hidden_size]; keys and values are stored."""
+        self._kernels.run(self._layers.calls_for(self._num_seqs, self._splits))
+        return self._layers.output[: self._num_seqs]
 
-    def _replay(self, program: _Program, batch: ForwardBatch, decodes: Decodes) -> torch.Tensor:
-        n = self._load(batch, decodes)
-        self._kernels.run(program.calls_for(n, decodes.splits))
-        return program.output[:n]
+    def tokens(self) -> list[int]:
+        """The sampled tokens. Raises FloatingPointError as the sampler does."""
+        self.hidden()
+        return checked(self._sampled())
 
-    def _load(self, batch: ForwardBatch, decodes: Decodes) -> int:
-        n, num_columns = decodes.block_tables.shape
-        # In numpy: a copy by torch takes ten times as long when its code has to come from memory.
-        self._input_ids.numpy()[:n] = batch.input_ids.numpy()
-        self._positions.numpy()[:n] = batch.positions.numpy()
-        self._slots.numpy()[:n] = batch.slot_mapping.numpy()
-        self._tables.numpy()[:n, :num_columns] = decodes.block_tables.numpy()
-        self._seq_lens.numpy()[:n] = decodes.seq_lens.numpy()
-        return n
+    def _sampled(self) -> list[int]:
+        self._kernels.run(self._sampler.calls_for(self._num_seqs, 1))
+        return self._sampler.output[: self._num_seqs].tolist()
 
-    def _batch(self, n: int, splits: int) -> ForwardBatch:
-        """The step that was loaded, as far as layers look at it."""
-        decodes = Decodes(self._rows[:n], self._tables[:n], self._seq_lens[:n], splits)
-        return ForwardBatch(
-            input_ids=self._input_ids[:n],
-            positions=self._positions[:n],
-            query_start_loc=torch.arange(n + 1, dtype=torch.int32),
-            seq_lens=self._seq_lens[:n],
-            block_tables=self._tables[:n],
-            slot_mapping=self._slots[:n],
-            logits_indices=self._rows[:n],
+    def _run_layers(self, n: int, splits: int) -> torch.Tensor:
+        inputs, decoder = self._inputs.first(n), self._model.model
+        decodes = Decodes(self._order[:n], inputs.block_tables, inputs.seq_lens, splits)
+        batch = ForwardBatch(
+            input_ids=inputs.input_ids,
+            positions=inputs.positions,
+            query_start_loc=self._starts[: n + 1],
+            seq_lens=inputs.seq_lens,
+            block_tables=inputs.block_tables,
+            slot_mapping=inputs.slots,
+            logits_indices=decodes.rows,
             max_query_len=1,
-            max_seq_len=self._tables.shape[1] * self._kv_cache.block_size,
+            max_seq_len=inputs.block_tables.shape[1] * self._kv_cache.block_size,
             plan=CPUPlan(decodes, None, [], []),
         )
-
-    def _run_layers(self, batch: ForwardBatch) -> torch.Tensor:
-        n = len(batch.input_ids)
         hidden, rotation = self._hidden[:n], (self._cos[:n], self._sin[:n])
-        self._kernels.gather_rows(self._decoder.embed_tokens.weight, batch.input_ids, hidden)
-        self._decoder.rotary(batch.positions, rotation)
-        return self._decoder.run_layers(hidden, rotation, batch, self._kv_cache)
+        self._kernels.gather_rows(decoder.embed_tokens.weight, inputs.input_ids, hidden)
+        decoder.rotary(inputs.positions, rotation)
+        return decoder.run_layers(hidden, rotation, batch, self._kv_cache)
 
-    def _record(self) -> _Program | None:
-        """None if layers do more than call kernels."""
-        most = len(self._rows)
-        parts = -(-most_parts(most) // most)  # so that memory for the most parts is handed out
+    def _sample(self, hidden: torch.Tensor) -> torch.Tensor:
+        inputs = self._inputs.first(len(hidden))
+        logits = self._model.compute_logits(hidden, None)
+        return self._kernels.choose(logits, inputs.inverse_temperature, inputs.uniforms, SEGMENT)
+
+    def _record(self, run: Callable[[int, int], torch.Tensor], workspace: Workspace) -> _Program:
+        """run: of so many rows, and parts of each context."""
+        most, parts = self._most, -(-most_parts(self._most) // self._most)  # memory for the most parts is handed out
         sizes = [(most, parts), (most - 1, parts), (most, parts + 1)]
         recordings, outputs = [], []
         for n, splits in sizes:
-            batch, recording, views = self._batch(n, splits), Recording(), _ViewsOnly()
-            self._workspace.restart()
-            with self._kernels.using(self._workspace, recording), views:
-                outputs.append(self._run_layers(batch))
+            recording, views = Recording(), _ViewsOnly()
+            workspace.restart()
+            with self._kernels.using(workspace, recording), views:
+                outputs.append(run(n, splits))
             if views.others:
-                logger.warning(
-                    "decode steps run with Python between the kernels, since this model's layers compute with %s, too",
-                    ", ".join(sorted(views.others)),
-                )
-                return None
+                raise NotReplayable(f"this model's layers compute with {', '.join(sorted(views.others))}, too")
             recordings.append(recording)
         base, fewer, more = recordings
         return _Program(base.calls(), most, parts, fewer.growth_to(base), base.growth_to(more), outputs[0])
 
-    def _check(self, program: _Program, batch: ForwardBatch, decodes: Decodes) -> bool:
-        """Whether the program does what the layers do. Results that don't live long enough would be NaN."""
-        n = self._load(batch, decodes)
-        expected = self._run_layers(self._batch(n, decodes.splits)).clone()
-        self._workspace.memory.fill_(0xFF)  # NaN in every dtype
-        return torch.equal(self._replay(program, batch, decodes), expected)
+    def _check(self, num_tokens: int) -> None:
+        """Whether the programs do what the model does, over a cache of so many tokens that nothing is in yet.
+
+        Models are of one kind throughout: what holds for one batch size does for the others.
+        """
+        longest = min(num_tokens, 200)
+        computed, tables = (
+            np.array([longest - 1, max(longest - 2, 0)]),
+            np.zeros(self._inputs.block_tables.shape, np.int32),
+        )
+        tables[:, : -(-longest // self._kv_cache.block_size)] = range(-(-longest // self._kv_cache.block_size))
+        ids, none, seeds = np.array([1, 2]), np.zeros(2, np.int64), np.array([1, 2], np.uint64)
+        columns = DecodeColumns(ids, computed, computed + 1, none, tables, seeds, np.array([0.0, 1.0]))
+        self.load(np.arange(2), columns, longest)
+        hidden = self._run_layers(2, self._splits).clone()
+        token_ids = self._sample(hidden).tolist()
+        # Results that don't live long enough become NaN.
+        self._workspace.memory.fill_(0xFF)
+        if not torch.equal(self.hidden(), hidden) or self._sampled() != token_ids:
+            raise NotReplayable("made on their own, these gave another result")
 
 
 class _Program:

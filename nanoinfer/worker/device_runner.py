@@ -51,9 +51,11 @@ class DeviceRunner:
     def launch(
         self, plan: SchedulerOutput, batch: InputBatch
     ) -> tuple[StepRows, Download | None, dict[int, TokenLogprobs], torch.Tensor | None]:
-        """`batch` has taken the plan in. Returns the ids of the rows that sample (None if there are none; below zero:
-        see `checked`), by sampled row log-probabilities, and the hidden states of all tokens, which a decode step does
-        not keep."""
+        """`batch` has taken the plan in.
+
+        Returns the ids of the rows that sample (None if there are none; to be `checked`), log-probabilities by sampled
+        row, and the hidden states of all tokens, which a decode step does not keep.
+        """
         self.rows.apply(plan, batch)
         step, hidden = batch.decodes(plan), None
         if step is not None:
@@ -150,13 +152,3 @@ class DeviceRunner:
         tokens = sample_on_device(logits, settings, self.shard)
         kernels.store_tokens(self.rows.last_token, rows, tokens)
         return tokens
-
-
-def checked(token_ids: list[int]) -> list[int]:
-    """The ids; FloatingPointError if one of them is none."""
-    if min(token_ids) < 0:
-        raise FloatingPointError(
-            "the model's logits contain NaN or infinity; float16 overflows on models trained in bfloat16: use "
-            "dtype='bfloat16' or 'float32'"
-        )
-    return token_ids

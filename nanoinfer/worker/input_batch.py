@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from nanoinfer.attention.base import ForwardBatch
+from nanoinfer.kernels.cpu.ops import DecodeColumns
 from nanoinfer.layers.sampler import Bias, Penalty, SamplingBatch, TokenCounts, inverse_temperatures, uniforms
 from nanoinfer.step import NewSequence, SchedulerOutput, token_bitmask
 
@@ -57,7 +58,10 @@ class PromptPart:
 
 @dataclass(frozen=True)
 class StepRows:
-    """Which rows a plan runs, in the order of the batch. sampled: positions within `rows` of those that sample."""
+    """Which rows a plan runs, in the order of the batch.
+
+    sampled: positions within `rows` of those that sample; longest: most tokens of one, the step's own included.
+    """
 
     seq_ids: list[int]
     rows: np.ndarray
@@ -65,6 +69,7 @@ class StepRows:
     sampled: np.ndarray
     prompts: list[PromptPart]
     bitmasks: Mapping[int, np.ndarray]
+    longest: int
 
 
 class InputBatch:
@@ -88,6 +93,8 @@ class InputBatch:
         self._min_p = np.zeros(max_num_seqs, np.float64)
         # Rows whose sampling needs more than the arrays: penalties, min_tokens, logprobs, and what limits the choice.
         self._special = np.zeros(max_num_seqs, bool)
+        # Rows that are sampled by temperature alone.
+        self._plain = np.zeros(max_num_seqs, bool)
         # Rows whose sampling depends on what was sampled before: penalties and bad words.
         self._needs_tokens = np.zeros(max_num_seqs, bool)
 
@@ -134,7 +141,10 @@ class InputBatch:
         limits_choice = params.allowed_token_ids is not None or params.logit_bias is not None or bool(new.bad_words)
         with_logprobs = params.logprobs is not None
         self._needs_tokens[row] = params.has_penalties or bool(new.bad_words)
-        self._special[row] = params.has_penalties or params.min_tokens > 0 or with_logprobs or limits_choice
+        special = params.has_penalties or params.min_tokens > 0 or with_logprobs or limits_choice
+        self._special[row] = special
+        filters = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+        self._plain[row] = not special and (params.is_greedy or not filters)
 
     def row_of(self, seq_id: int) -> int:
         return self._row_of[seq_id]
@@ -156,6 +166,18 @@ class InputBatch:
             self._top_p[rows].astype(np.float32),
         ]
 
+    def decode_columns(self) -> DecodeColumns:
+        """Of all rows, as they are at any time: no copies."""
+        return DecodeColumns(
+            self._last_token,
+            self._num_computed,
+            self._num_tokens,
+            self._num_prompt,
+            self._block_tables,
+            self._seeds,
+            self._temperature,
+        )
+
     def num_computed(self, rows: np.ndarray) -> np.ndarray:
         return self._num_computed[rows]
 
@@ -163,6 +185,10 @@ class InputBatch:
         """Whether any of them samples with min_p, top_k or top_p."""
         filtered = (self._min_p[rows] > 0) | (self._top_k[rows] > 0) | (self._top_p[rows] < 1)
         return bool((filtered & (self._temperature[rows] > 0)).any())
+
+    def is_plain(self, step: StepRows) -> bool:
+        """Whether all that sample are sampled by temperature alone."""
+        return not step.bitmasks and bool(self._plain[step.rows[step.sampled]].all())
 
     def has_special(self, step: StepRows) -> bool:
         """Whether any row that samples has penalties, min_tokens, logprobs, or a limited choice."""
@@ -189,8 +215,9 @@ class InputBatch:
             return None
         # On a GPU, programs start in this order: none with a long context should start late.
         order = np.argsort(-computed, kind="stable")
+        longest = int(computed[order[0]]) + 1
         rows, seq_ids = rows[order], [seq_ids[i] for i in order.tolist()]
-        return StepRows(seq_ids, rows, np.ones(len(rows), np.int64), np.arange(len(rows)), [], plan.bitmasks)
+        return StepRows(seq_ids, rows, np.ones(len(rows), np.int64), np.arange(len(rows)), [], plan.bitmasks, longest)
 
     def build(self, plan: SchedulerOutput) -> tuple[StepRows, ForwardBatch]:
         """The step's tensors, on the CPU."""
@@ -231,13 +258,12 @@ class InputBatch:
             max_query_len=int(num_scheduled.max()),
             max_seq_len=int(seq_lens.max()),
         )
-        return StepRows(seq_ids, rows, num_scheduled, sampled, prompts, plan.bitmasks), batch
+        return StepRows(seq_ids, rows, num_scheduled, sampled, prompts, plan.bitmasks, batch.max_seq_len), batch
 
     def _decode_batch(self, step: StepRows) -> ForwardBatch:
         """What `build` makes of a step in which each row computes its last sampled token."""
         n, positions = len(step.rows), self._num_computed[step.rows]
-        max_seq_len = int(positions.max()) + 1
-        block_tables = self._block_tables[step.rows, : -(-max_seq_len // self.block_size)]
+        block_tables = self._block_tables[step.rows, : -(-step.longest // self.block_size)]
         column, offset = np.divmod(positions, self.block_size)
         slots = block_tables[step.sampled, column].astype(np.int64) * self.block_size + offset
         return ForwardBatch(
@@ -249,7 +275,7 @@ class InputBatch:
             slot_mapping=torch.from_numpy(slots),
             logits_indices=torch.from_numpy(step.sampled),
             max_query_len=1,
-            max_seq_len=max_seq_len,
+            max_seq_len=step.longest,
         )
 
     def sampling(self, step: StepRows) -> SamplingBatch:

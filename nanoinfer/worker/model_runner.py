@@ -21,16 +21,16 @@ from nanoinfer.distributed.group import ParallelGroups
 from nanoinfer.kernels.cpu.memory import Workspace
 from nanoinfer.kernels.cpu.ops import kernels_for
 from nanoinfer.layers.linear import int8_kernels
-from nanoinfer.layers.sampler import SamplingBatch, VocabShard, sample, token_logprobs
+from nanoinfer.layers.sampler import SamplingBatch, VocabShard, checked, sample, token_logprobs
 from nanoinfer.models.loader import load_dummy_weights, load_weights, open_checkpoint
 from nanoinfer.models.qwen3 import Qwen3ForCausalLM
 from nanoinfer.step import KVCacheCapacity, SchedulerOutput, StepResult, TokenLogprobs
 from nanoinfer.worker.cuda_graph import DecodeGraphs, graph_factory, graph_sizes
-from nanoinfer.worker.decode_replay import DecodeReplay, make_workspace
-from nanoinfer.worker.device_runner import DeviceRunner, checked
+from nanoinfer.worker.decode_replay import DecodeReplay, make_replay, make_workspace
+from nanoinfer.worker.device_runner import DeviceRunner
 from nanoinfer.worker.download import Download
 from nanoinfer.worker.gpu_memory import GPUMemory, graph_bytes, num_gpu_blocks, run_largest_step
-from nanoinfer.worker.input_batch import InputBatch, PromptPart
+from nanoinfer.worker.input_batch import InputBatch, PromptPart, StepRows
 from nanoinfer.worker.kv_cache import available_memory, num_cpu_blocks, return_freed_memory
 
 logger = logging.getLogger(__name__)
@@ -133,13 +133,11 @@ class ModelRunner:
             self.device,
             self.kv_dtype,
         )
-        if (kernels := kernels_for(self.dtype, self.device)) is not None:
-            decoder = self.model.model
+        if kernels_for(self.dtype, self.device) is not None:
             self._workspace = make_workspace(self.model_config, self.dtype, limits)
-            can_replay = DecodeReplay.can_run(decoder, self.backend, self.config.tensor_parallel_size)
-            if can_replay and not self.config.enforce_eager:
+            if not self.config.enforce_eager and self.config.tensor_parallel_size == 1:
                 with torch.inference_mode():
-                    self._replay = DecodeReplay(decoder, kernels, self.kv_cache, self._workspace, limits)
+                    self._replay = make_replay(self.model, self.backend, self.kv_cache, self._workspace, limits)
         self._batch = InputBatch(
             limits.max_num_seqs, limits.max_model_len, limits.block_size, self.model_config.vocab_size
         )
@@ -217,12 +215,7 @@ class ModelRunner:
             if download is not None and self._batch.needs_tokens(rows):
                 token_ids = checked(download.tolist())
         else:
-            rows, batch = self._batch.build(plan)
-            batch.plan = self.backend.plan(batch, self.block_size)
-            with self._results():
-                hidden = self.forward(batch)
-                logits = self.compute_logits(hidden, batch.logits_indices)
-            token_ids, logprobs = self.sample(logits, self._batch.sampling(rows)) if len(rows.sampled) else ([], {})
+            rows, token_ids, logprobs, hidden = self._run(plan, self._batch)
         self._batch.commit(rows, token_ids)
         seq_ids = [rows.seq_ids[position] for position in rows.sampled.tolist()]
         result = StepResult(logprobs={seq_ids[i]: [entry] for i, entry in logprobs.items()})
@@ -234,6 +227,25 @@ class ModelRunner:
         result.token_ids.update(_by_sequence(seq_ids, token_ids))
         return LaunchedStep(result)
 
+    def _run(
+        self, plan: SchedulerOutput, rows: InputBatch
+    ) -> tuple[StepRows, list[int], dict[int, TokenLogprobs], torch.Tensor | None]:
+        """On a CPU: the step's rows, tokens and log-probabilities as `sample` gives them, and hidden states."""
+        if self._replay is not None and (step := rows.decodes(plan)) is not None:
+            self._replay.load(step.rows, rows.decode_columns(), step.longest)
+            if rows.is_plain(step):
+                return step, self._replay.tokens(), {}, None
+            with self._results():
+                logits = self.compute_logits(self._replay.hidden(), None)
+            return step, *self.sample(logits, rows.sampling(step)), None
+        step, batch = rows.build(plan)
+        batch.plan = self.backend.plan(batch, self.block_size)
+        with self._results():
+            hidden = self.forward(batch)
+            logits = self.compute_logits(hidden, batch.logits_indices)
+        token_ids, logprobs = self.sample(logits, rows.sampling(step)) if len(step.sampled) else ([], {})
+        return step, token_ids, logprobs, hidden
+
     def _results(self) -> AbstractContextManager[None]:
         """Where what the kernels compute goes: it is valid until this is asked for again."""
         kernels = kernels_for(self.dtype, self.device)
@@ -241,11 +253,10 @@ class ModelRunner:
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states of all of the step's tokens, whose keys and values are stored."""
-        hidden = self._replay(batch) if self._replay is not None else None
-        return self.model(batch, self.kv_cache) if hidden is None else hidden
+        return self.model(batch, self.kv_cache)
 
-    def compute_logits(self, hidden: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-        """This rank's logits of some of the tokens."""
+    def compute_logits(self, hidden: torch.Tensor, indices: torch.Tensor | None) -> torch.Tensor:
+        """This rank's logits of some of the tokens (None: of all)."""
         return self.model.compute_logits(hidden, indices)
 
     def _prompt_logprobs(self, hidden: torch.Tensor, part: PromptPart) -> list[TokenLogprobs]:

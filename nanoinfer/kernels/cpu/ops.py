@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,6 +40,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "row_argmax": [_POINTER, *[_INT64] * 3, *[_POINTER] * 2],
     "segment_sums": [_POINTER, *[_INT64] * 3, *[_POINTER] * 2, _INT64, _POINTER],
     "choose": [_POINTER, *[_INT64] * 3, *[_POINTER] * 2, _INT64, *[_POINTER] * 3],
+    "decode_inputs": [_POINTER, _INT64, *[_POINTER] * 5, *[_INT64] * 2, *[_POINTER] * 9],
     "rotary": [*[_POINTER] * 2, *[_INT64] * 2, _FLOAT, *[_POINTER] * 2],
     "gather_rows": [*[_POINTER] * 2, *[_INT64] * 2, _POINTER],
     "norm_rotate_store": [*[_POINTER] * 6, *[_INT64] * 6, _FLOAT, *[_POINTER] * 5],
@@ -72,6 +73,41 @@ class Int8Weight:
     out_features: int
     in_features: int
     gated: bool
+
+
+class DecodeColumns(NamedTuple):
+    """What is kept of each row: int64 but for block_tables [rows, columns] int32, seeds uint64, temperature float64."""
+
+    last_token: np.ndarray
+    num_computed: np.ndarray
+    num_tokens: np.ndarray
+    num_prompt: np.ndarray
+    block_tables: np.ndarray
+    seeds: np.ndarray
+    temperature: np.ndarray
+
+
+class DecodeInputs(NamedTuple):
+    """Of a step's sequences: input_ids, positions, slots: int64; seq_lens, block_tables [n, columns]: int32;
+    inverse_temperature: float32, 0 for greedy ones; uniforms: float64."""
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    seq_lens: torch.Tensor
+    block_tables: torch.Tensor
+    inverse_temperature: torch.Tensor
+    uniforms: torch.Tensor
+
+    @classmethod
+    def zeros(cls, num_seqs: int, columns: int) -> DecodeInputs:
+        ids, positions, slots = torch.zeros(3, num_seqs, dtype=torch.int64)
+        seq_lens = torch.zeros(num_seqs, dtype=torch.int32)
+        tables = torch.zeros(num_seqs, columns, dtype=torch.int32)
+        return cls(ids, positions, slots, seq_lens, tables, torch.zeros(num_seqs), torch.zeros(num_seqs).double())
+
+    def first(self, n: int) -> DecodeInputs:
+        return DecodeInputs(*(x[:n] for x in self))
 
 
 class CPUKernels:
@@ -322,14 +358,24 @@ class CPUKernels:
         made segment by segment, as `segment_sums` does.
         """
         rows = len(logits)
-        best, sums = np.empty(rows, np.float32), np.empty((rows, -(-logits.shape[1] // segment)), np.float64)
-        tokens = torch.empty(rows, dtype=torch.int64)
+        best, tokens = self.empty((rows,), torch.float32), self.empty((rows,), torch.int64)
+        sums = self.empty((rows, -(-logits.shape[1] // segment)), torch.float64)
         self._call(
             f"choose_{_SUFFIXES[logits.dtype]}",
             logits.data_ptr(), *logits.shape, logits.stride(0), inverse_temperature.data_ptr(), uniforms.data_ptr(),
-            segment, best.ctypes.data, sums.ctypes.data, tokens.data_ptr(),
+            segment, best.data_ptr(), sums.data_ptr(), tokens.data_ptr(),
         )  # fmt: skip
         return tokens
+
+    def decode_inputs(self, rows: torch.Tensor, columns: DecodeColumns, block_size: int, out: DecodeInputs) -> None:
+        """The inputs of a step in which `rows`, [n] int64, each compute their last token: first n entries of `out`."""
+        width = columns.block_tables.shape[1]
+        assert out.block_tables.shape[1] == width
+        *rest, seeds, temperature = (column.ctypes.data for column in columns)
+        self._call(
+            "decode_inputs", rows.data_ptr(), len(rows), *rest, width, block_size, seeds, temperature,
+            *(x.data_ptr() for x in out),
+        )  # fmt: skip
 
     def rotary(
         self, positions: torch.Tensor, inv_freq: torch.Tensor, amplitude: float, out: tuple[torch.Tensor, torch.Tensor]
