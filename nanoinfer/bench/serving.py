@@ -2,6 +2,8 @@
 
 `nanoinfer bench serve` loads the model in this process, runs the workload, closes it, starts `nanoinfer serve` as a
 process of its own and runs the workload again as streams over loopback. With --url it measures a server that runs.
+The load comes from this process, on the server's cores; so while the clock runs it only notes what comes and when, and
+all of it is read and checked after that.
 
 All requests come at once, so the k-th one's first token comes when the prompts up to its own have been read,
 max_num_batched_tokens at a time. Next to the served times to first token stand those of the offline run, whose steps
@@ -28,7 +30,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.bench.client import Client
+from nanoinfer.bench.client import Client, Recording
 from nanoinfer.bench.workload import MAX_TOKEN_ID, PRESETS, QWEN3_0_6B, Workload
 from nanoinfer.demo import demo_model_path
 
@@ -162,16 +164,17 @@ def serving(flags: list[str]) -> Iterator[str]:
 
 
 async def measure(client: Client, workload: Workload, max_concurrency: int | None) -> dict[str, Any]:
-    await request(client, warm_up_prompt(), 8)
+    timing_of(await send(client, warm_up_prompt(), 8), 8)
     limit = asyncio.Semaphore(max_concurrency or len(workload.prompts))
 
-    async def limited(prompt: list[int], num_tokens: int) -> Timing:
+    async def limited(prompt: list[int], num_tokens: int) -> Recording:
         async with limit:
-            return await request(client, prompt, num_tokens)
+            return await send(client, prompt, num_tokens)
 
     start = time.perf_counter()
-    timings = await asyncio.gather(*map(limited, workload.prompts, workload.output_lens))
+    recordings = await asyncio.gather(*map(limited, workload.prompts, workload.output_lens))
     seconds = time.perf_counter() - start
+    timings = list(map(timing_of, recordings, workload.output_lens))
     num_tokens = sum(timing.num_tokens for timing in timings)
     gaps = [b - a for t in timings for a, b in zip(t.event_seconds, t.event_seconds[1:], strict=False)]
     return {
@@ -188,19 +191,23 @@ def percentiles(name: str, seconds: list[float]) -> dict[str, float]:
     return {f"{name}_ms_p{round(100 * q)}": 1e3 * percentile(ordered, q) for q in (0.5, 0.99)}
 
 
-async def request(client: Client, prompt: list[int], num_tokens: int) -> Timing:
-    """One stream; RuntimeError unless it gave as many tokens as were asked for."""
+async def send(client: Client, prompt: list[int], num_tokens: int) -> Recording:
+    """One stream, to its end."""
     body = {
         "prompt": prompt, "max_tokens": num_tokens, "temperature": 0.6, "top_p": 1, "top_k": 0, "ignore_eos": True,
         "stream": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
-    start = time.perf_counter()
+    return await client.record("/v1/completions", body)
+
+
+def timing_of(recording: Recording, num_tokens: int) -> Timing:
+    """RuntimeError unless the stream gave as many tokens as were asked for."""
     timing = Timing([], 0)
-    async for event in client.stream("/v1/completions", body):
+    for seconds, event in recording.events():
         if "error" in event:
             raise RuntimeError(f"the server says {event['error']['message']}")
         if event["choices"]:
-            timing.event_seconds.append(time.perf_counter() - start)
+            timing.event_seconds.append(seconds)
         if event.get("usage"):
             timing.num_tokens = event["usage"]["completion_tokens"]
     if timing.num_tokens != num_tokens:

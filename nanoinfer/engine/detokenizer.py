@@ -37,9 +37,9 @@ class TokenTable:
         known = self._bytes.get(token_id)
         if known is None:
             token = self._tokenizer.backend_tokenizer.id_to_token(token_id) or ""
-            if all(char in self._alphabet for char in token):
-                known = bytes(self._alphabet[char] for char in token)
-            else:
+            try:
+                known = bytes(map(self._alphabet.__getitem__, token))
+            except KeyError:
                 known = token.encode()
             self._bytes[token_id] = known
         return known

@@ -31,7 +31,7 @@ class CompletionDelta:
         logprobs = cumulative = None
         if self.logprobs is not None:
             logprobs = [_logprob_dict(entry, table) for entry in self.logprobs]
-            cumulative = sum(entry.logprobs[0] for entry in self.logprobs)
+            cumulative = sum((entry.logprobs[0] for entry in self.logprobs), 0.0)
         return CompletionOutput(
             self.index, self.text, self.token_ids, logprobs, cumulative, self.finish_reason, self.stop_reason
         )

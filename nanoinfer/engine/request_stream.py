@@ -33,10 +33,12 @@ class Mailbox:
         self.kind = params.output_kind
         self.loop = asyncio.get_running_loop()
         self.error: BaseException | None = None
-        self._with_logprobs = params.logprobs is not None
-        self._lacks_prompt_logprobs = params.prompt_logprobs is not None
-        # All that has come; of a stream of deltas, all that has not been read.
-        self._parts = [self._fresh(index) for index in range(params.n)]
+        self.lacks_prompt_logprobs = params.prompt_logprobs is not None
+        # By completion, all that has come; of a stream of deltas, all that has not been read.
+        self._parts: dict[int, CompletionOutput] = {}
+        if self.kind is not RequestOutputKind.DELTA:
+            with_logprobs = params.logprobs is not None
+            self._parts = {index: _fresh(index, with_logprobs) for index in range(params.n)}
         self._unread: set[int] = set()
         self._unfinished = set(range(params.n))
         self._has_been_read = False
@@ -65,13 +67,9 @@ class Mailbox:
         if self.error is not None:
             return
         assert self.request is not None
-        part, new = self._parts[delta.index], delta.output(self.request.table)
-        part.text += new.text
-        part.token_ids += new.token_ids
-        if part.logprobs is not None and new.logprobs is not None:
-            part.logprobs += new.logprobs
-            part.cumulative_logprob = (part.cumulative_logprob or 0.0) + (new.cumulative_logprob or 0.0)
-        part.finish_reason, part.stop_reason = new.finish_reason, new.stop_reason
+        new = delta.output(self.request.table)
+        if (part := self._parts.setdefault(delta.index, new)) is not new:
+            _extend(part, new)
         self._unread.add(delta.index)
         if new.finish_reason is not None:
             self._unfinished.discard(delta.index)
@@ -85,13 +83,11 @@ class Mailbox:
     def read(self) -> RequestOutput:
         assert self.request is not None
         if self.kind is RequestOutputKind.DELTA:
-            parts = [self._parts[index] for index in sorted(self._unread)]
-            for part in parts:
-                self._parts[part.index] = self._fresh(part.index)
+            parts = [self._parts.pop(index) for index in sorted(self._unread)]
         else:
             parts = [
                 replace(part, token_ids=part.token_ids.copy(), logprobs=part.logprobs and part.logprobs.copy())
-                for part in self._parts
+                for part in self._parts.values()
             ]
         self._unread.clear()
         output = self.request.wrap(parts, finished=not self._unfinished)
@@ -103,9 +99,8 @@ class Mailbox:
     async def make_prompt_logprobs(self) -> None:
         """Once, and in another thread: those of a long prompt would hold up all streams."""
         assert self.request is not None
-        if self._lacks_prompt_logprobs:
-            made = await self.loop.run_in_executor(None, self.request.prompt_logprobs)
-            self._lacks_prompt_logprobs = made is None
+        made = await self.loop.run_in_executor(None, self.request.prompt_logprobs)
+        self.lacks_prompt_logprobs = made is None
 
     async def wait(self) -> None:
         """Until something has come, or has gone wrong."""
@@ -121,10 +116,20 @@ class Mailbox:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _fresh(self, index: int) -> CompletionOutput:
-        if self._with_logprobs:
-            return CompletionOutput(index=index, logprobs=[], cumulative_logprob=0.0)
-        return CompletionOutput(index=index)
+
+def _fresh(index: int, with_logprobs: bool) -> CompletionOutput:
+    if with_logprobs:
+        return CompletionOutput(index=index, logprobs=[], cumulative_logprob=0.0)
+    return CompletionOutput(index=index)
+
+
+def _extend(part: CompletionOutput, new: CompletionOutput) -> None:
+    part.text += new.text
+    part.token_ids += new.token_ids
+    if part.logprobs is not None and new.logprobs is not None:
+        part.logprobs += new.logprobs
+        part.cumulative_logprob = (part.cumulative_logprob or 0.0) + (new.cumulative_logprob or 0.0)
+    part.finish_reason, part.stop_reason = new.finish_reason, new.stop_reason
 
 
 # For a mailbox: what a completion has grown by, or why nothing more will come.
@@ -176,7 +181,8 @@ class RequestStream(AsyncIterator[RequestOutput]):
         while not self._is_over:
             try:
                 if mailbox.can_be_read:
-                    await mailbox.make_prompt_logprobs()
+                    if mailbox.lacks_prompt_logprobs:
+                        await mailbox.make_prompt_logprobs()
                     output = mailbox.read()
                     self._is_over = output.finished
                     return output

@@ -12,7 +12,7 @@ from nanoinfer.entrypoints.chat_template import ChatPrompt
 from nanoinfer.entrypoints.openai.errors import as_api_error, error_body
 from nanoinfer.entrypoints.openai.protocol import ChatCompletionRequest, Message, Tool
 from nanoinfer.entrypoints.openai.serving import Serving, Usage, finite, last_output, new_id
-from nanoinfer.entrypoints.openai.sse import DONE, event
+from nanoinfer.entrypoints.openai.sse import DONE, ChunkWriter, event
 from nanoinfer.entrypoints.parsers.reasoning import THINK_END, ReasoningParser, ThinkState, state_after_prompt
 from nanoinfer.entrypoints.parsers.tool_calls import HermesToolParser, TextDelta, ToolCallStart, ToolEvent
 from nanoinfer.outputs import CompletionOutput, Logprob
@@ -206,18 +206,18 @@ class ChatServing:
 
     async def stream(self, chat: Chat) -> AsyncIterator[bytes]:
         """The answer as server-sent events. What goes wrong on the way is an event too, the last one."""
-        head = {**chat.head, "object": "chat.completion.chunk"}
+        write = ChunkWriter({**chat.head, "object": "chat.completion.chunk"}).write
         options = chat.request.stream_options
         with_usage = options is not None and bool(options.include_usage)
-        if with_usage:
-            head["usage"] = None
+        with_all_usage = options is not None and bool(options.continuous_usage_stats)
+        no_usage: dict[str, Any] = {"usage": None} if with_usage else {}
         try:
             for index in range(len(chat.choices)):
                 first = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
-                chunk = {**head, "choices": [{**first, "finish_reason": None}]}
+                chunk = {"choices": [{**first, "finish_reason": None}], **no_usage}
                 if index == 0 and chat.request.return_token_ids:
                     chunk["prompt_token_ids"] = chat.prompt_token_ids
-                yield event(chunk)
+                yield write(chunk)
             num_cached = 0
             async for result in chat.stream:
                 num_cached = result.num_cached_tokens
@@ -226,14 +226,14 @@ class ChatServing:
                     choice = self._choice(chat, output, "delta", delta)
                     if not (delta or choice["finish_reason"] or choice["logprobs"] or choice.get("token_ids")):
                         continue
-                    chunk = {**head, "choices": [choice]}
-                    if options is not None and options.continuous_usage_stats:
+                    chunk = {"choices": [choice], **no_usage}
+                    if with_all_usage:
                         self._count(chat, num_cached)
                         chunk["usage"] = chat.usage.as_dict()
-                    yield event(chunk)
+                    yield write(chunk)
             if with_usage:
                 self._count(chat, num_cached)
-                yield event({**head, "choices": [], "usage": chat.usage.as_dict()})
+                yield write({"choices": [], "usage": chat.usage.as_dict()})
             yield DONE
         except Exception as error:
             yield event(error_body(as_api_error(error)))

@@ -14,7 +14,7 @@ from nanoinfer.async_llm import RequestStream
 from nanoinfer.entrypoints.openai.errors import APIError, as_api_error, error_body
 from nanoinfer.entrypoints.openai.protocol import CompletionRequest
 from nanoinfer.entrypoints.openai.serving import Serving, Usage, finite, last_output, new_id
-from nanoinfer.entrypoints.openai.sse import DONE, event
+from nanoinfer.entrypoints.openai.sse import DONE, ChunkWriter, event
 from nanoinfer.outputs import CompletionOutput, Logprob, RequestOutput
 from nanoinfer.sampling_params import SamplingParams
 
@@ -53,7 +53,10 @@ class LogprobsWriter:
 
 @dataclass
 class Prompt:
-    """One of a request's prompts in the engine. first_index: of its completions among the request's."""
+    """One of a request's prompts in the engine. first_index: of its completions among the request's.
+
+    text: of ids only if it is to be echoed, else empty.
+    """
 
     text: str
     token_ids: list[int]
@@ -87,7 +90,7 @@ class CompletionServing:
         given = as_prompts(request.prompt)
         n = request.n or 1
         serving.check_count(len(given), n)
-        texts_and_ids = await serving.off_loop(lambda: [self._prompt(prompt) for prompt in given])
+        texts_and_ids = await self._prompts(given, with_texts=bool(request.echo))
         params = [self._params(request, len(ids)) for _, ids in texts_and_ids]
         grammar = await serving.grammar(request, request.response_format)
         request_id = new_id("cmpl")
@@ -111,16 +114,22 @@ class CompletionServing:
         usage = Usage(sum(len(prompt.token_ids) for prompt in prompts))
         return Completion(request, prompts, writers, usage, head)
 
-    def _prompt(self, prompt: str | list[int]) -> tuple[str, list[int]]:
+    async def _prompts(self, given: list[str] | list[list[int]], with_texts: bool) -> list[tuple[str, list[int]]]:
+        """(text, ids) of each; of one that came as ids, the text is left empty unless it is wanted."""
         serving = self._serving
-        if isinstance(prompt, str):
-            ids = serving.tokenize(prompt)
-            text = prompt
+
+        def complete(prompt: str | list[int]) -> tuple[str, list[int]]:
+            if isinstance(prompt, str):
+                return prompt, serving.tokenize(prompt)
+            return serving.detokenize(prompt) if with_texts else "", prompt
+
+        if with_texts or isinstance(given[0], str):
+            completed = await serving.off_loop(lambda: list(map(complete, given)))
         else:
-            ids, text = prompt, serving.detokenize(prompt)
-        if not ids:
+            completed = list(map(complete, given))
+        if not all(ids for _, ids in completed):
             raise APIError(400, "a prompt is empty; it needs at least one token", "prompt")
-        return text, ids
+        return completed
 
     def _params(self, request: CompletionRequest, num_prompt_tokens: int) -> SamplingParams:
         prompt_logprobs = request.prompt_logprobs
@@ -154,7 +163,9 @@ class CompletionServing:
         """The answer as server-sent events. What goes wrong on the way is an event too, the last one."""
         options = completion.request.stream_options
         with_usage = options is not None and bool(options.include_usage)
-        head = {**completion.head, "usage": None} if with_usage else completion.head
+        with_all_usage = options is not None and bool(options.continuous_usage_stats)
+        no_usage: dict[str, Any] = {"usage": None} if with_usage else {}
+        write = ChunkWriter(completion.head).write
         begun: set[int] = set()
         try:
             async for prompt, result in merged(completion.prompts):
@@ -164,12 +175,12 @@ class CompletionServing:
                     index = prompt.first_index + output.index
                     choice = await self._write(completion, prompt, output, result, is_first=index not in begun)
                     begun.add(index)
-                    chunk: dict[str, Any] = {**head, "choices": [choice]}
-                    if options is not None and options.continuous_usage_stats:
+                    chunk = {"choices": [choice], **no_usage}
+                    if with_all_usage:
                         chunk["usage"] = completion.usage.as_dict()
-                    yield event(chunk)
+                    yield write(chunk)
             if with_usage:
-                yield event({**head, "choices": [], "usage": completion.usage.as_dict()})
+                yield write({"choices": [], "usage": completion.usage.as_dict()})
             yield DONE
         except Exception as error:
             yield event(error_body(as_api_error(error)))
