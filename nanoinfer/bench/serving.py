@@ -1,12 +1,13 @@
-"""Served throughput next to offline: the same requests through `LLM.generate` and then, all at once, through a server.
+"""Served throughput next to offline: the same requests through `LLM.generate` and, all at once, through a server.
 
-`nanoinfer bench serve` loads the model in this process, runs the workload, closes it, starts `nanoinfer serve` as a
-process of its own and runs the workload again as streams over loopback. With --url it measures a server that runs.
-The load comes from this process, on the server's cores; so while the clock runs it only notes what comes and when, and
-all of it is read and checked after that.
+`nanoinfer bench serve` has an engine in this process and `nanoinfer serve` as a process of its own, and runs a workload
+in one and then as streams over loopback in the other, several times in changing order, since a machine's speed drifts
+by more than what is measured. (A GPU has memory for one engine: there, all offline runs come first.) With --url it
+measures a server that runs. The load comes from this process, on the server's cores; so while the clock runs it only
+notes what comes and when, and all of it is read and checked after that.
 
 All requests come at once, so the k-th one's first token comes when the prompts up to its own have been read,
-max_num_batched_tokens at a time. Next to the served times to first token stand those of the offline run, whose steps
+max_num_batched_tokens at a time. Next to the served times to first token stand those of the offline runs, whose steps
 are known (what HTTP and the engine loop add is the difference), and their floor: the same steps at this machine's
 matrix rate and reading speed.
 """
@@ -21,6 +22,7 @@ import itertools
 import json
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,11 +30,16 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanoinfer.bench.client import Client, Recording
 from nanoinfer.bench.workload import MAX_TOKEN_ID, PRESETS, QWEN3_0_6B, Workload
 from nanoinfer.demo import demo_model_path
+
+if TYPE_CHECKING:
+    from nanoinfer.bench.throughput import Timed
+    from nanoinfer.config import EngineConfig
+    from nanoinfer.llm import LLM
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _START_SECONDS = 900
@@ -56,6 +63,7 @@ def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
     parser.add_argument("--api-key", help="of that server")
     parser.add_argument("--workload", choices=PRESETS, default="w1")
     parser.add_argument("--num-seqs", type=int, help="fewer requests than the workload has")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each, with other prompts every time; default: 3")
     parser.add_argument("--max-concurrency", type=int, help="requests at once; default: all")
     parser.add_argument("--model", help="directory or hub id; default: Qwen3-0.6B's shape with random weights")
     parser.add_argument("--tokenizer", help="a directory with the tokenizer for the model without one")
@@ -67,19 +75,20 @@ def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
 def main(argv: Sequence[str] | None = None) -> None:
     args, engine_flags = parse_args(argv)
     preset = PRESETS[args.workload]
-    workload = Workload.draw(args.workload, args.num_seqs or preset.num_seqs, args.seed)
-    report: dict[str, Any] = {"workload": args.workload, "num_seqs": len(workload.prompts)}
+    num_seqs = args.num_seqs or preset.num_seqs
+    # Other prompts every time: a prompt that was seen would come from the prefix cache.
+    workloads = [Workload.draw(args.workload, num_seqs, args.seed + index) for index in range(args.rounds)]
+    report: dict[str, Any] = {"workload": args.workload, "num_seqs": num_seqs, "rounds": args.rounds}
     if args.url:
-        report |= asyncio.run(measure(Client(args.url, args.api_key), workload, args.max_concurrency))
+        client = Client(args.url, args.api_key)
+        asyncio.run(warm_up(client))
+        report |= served_report([asyncio.run(serve(client, one, args.max_concurrency)) for one in workloads])
     else:
         with tempfile.TemporaryDirectory() as directory:
             flags = [args.model or dummy_model(Path(directory), args.tokenizer), "--max-model-len"]
             flags += [str(preset.max_model_len), "--seed", str(args.seed), *engine_flags]
             flags += [] if args.model else ["--load-format", "dummy"]
-            report |= measure_offline(flags, workload)
-            with serving(flags) as url:
-                report |= asyncio.run(measure(Client(url), workload, args.max_concurrency))
-        report["served_by_offline"] = report["served_tok_s"] / report["offline_tok_s"]
+            report |= measure_both(flags, workloads, args.max_concurrency)
     if args.json:
         print(json.dumps(report))
         return
@@ -96,11 +105,7 @@ def dummy_model(directory: Path, tokenizer: str | None) -> str:
     return str(directory)
 
 
-def measure_offline(flags: list[str], workload: Workload) -> dict[str, Any]:
-    import torch
-
-    from nanoinfer.bench.floor import Floor
-    from nanoinfer.bench.machine import measure_machine
+def measure_both(flags: list[str], workloads: list[Workload], max_concurrency: int | None) -> dict[str, Any]:
     from nanoinfer.bench.throughput import generate
     from nanoinfer.config import EngineConfig
     from nanoinfer.entrypoints.cli.flags import given
@@ -108,23 +113,61 @@ def measure_offline(flags: list[str], workload: Workload) -> dict[str, Any]:
     from nanoinfer.llm import LLM
 
     config = EngineConfig(**given(make_parser("serve")[0].parse_args(["serve", *flags]), EngineConfig))
-    with LLM(**asdict(config)) as llm:
+    offline: list[Timed] = []
+    served: list[Served] = []
+
+    with contextlib.ExitStack() as engine, contextlib.ExitStack() as server:
+        llm = engine.enter_context(LLM(**asdict(config)))
         generate(llm, [warm_up_prompt()], [8], 0.6)
-        timed = generate(llm, workload.prompts, workload.output_lens, 0.6)
-        capacity, model_config = llm.capacity, llm.model_config
-    dtype = getattr(torch, capacity.dtype)
-    machine = measure_machine(capacity.device, dtype, config.tensor_parallel_size)
-    floor = Floor.of_model(model_config, dtype.itemsize, config.quantization, config.kv_cache_dtype)
-    prompt_lens = [len(prompt) for prompt in workload.prompts]
-    offline = first_token_seconds(prompt_lens, [(step.num_prefill_tokens, step.seconds) for step in timed.steps])
-    least = [(step.num_prefill_tokens, floor.seconds(step, machine)) for step in timed.steps]
+        has_room_for_one = llm.capacity.device == "cuda"
+
+        def run_offline(workload: Workload) -> None:
+            offline.append(generate(llm, workload.prompts, workload.output_lens, 0.6))
+
+        def run_served(workload: Workload) -> None:
+            served.append(asyncio.run(serve(client, workload, max_concurrency)))
+
+        if has_room_for_one:
+            for workload in workloads:
+                run_offline(workload)
+            report = offline_report(llm, config, workloads, offline)
+            engine.close()
+        client = Client(server.enter_context(serving(flags)))
+        asyncio.run(warm_up(client))
+        for index, workload in enumerate(workloads):
+            order = [run_served] if has_room_for_one else [run_offline, run_served]
+            for run in order[:: -1 if index % 2 else 1]:
+                run(workload)
+        if not has_room_for_one:
+            report = offline_report(llm, config, workloads, offline)
+    ratios = [a.seconds / b.seconds for a, b in zip(offline, served, strict=True)]
+    return report | served_report(served) | {"by_round": ratios, "served_by_offline": statistics.median(ratios)}
+
+
+def offline_report(llm: LLM, config: EngineConfig, workloads: list[Workload], runs: list[Timed]) -> dict[str, Any]:
+    import torch
+
+    from nanoinfer.bench.floor import Floor
+    from nanoinfer.bench.machine import measure_machine
+
+    dtype = getattr(torch, llm.capacity.dtype)
+    machine = measure_machine(llm.capacity.device, dtype, config.tensor_parallel_size)
+    floor = Floor.of_model(llm.model_config, dtype.itemsize, config.quantization, config.kv_cache_dtype)
+    seconds: list[float] = []
+    least: list[float] = []
+    for workload, run in zip(workloads, runs, strict=True):
+        prompt_lens = [len(prompt) for prompt in workload.prompts]
+        seconds += first_token_seconds(prompt_lens, [(step.num_prefill_tokens, step.seconds) for step in run.steps])
+        floors = [(step.num_prefill_tokens, floor.seconds(step, machine)) for step in run.steps]
+        least += first_token_seconds(prompt_lens, floors)
+    total = sum(run.seconds for run in runs)
     return {
-        "offline_seconds": timed.seconds,
-        "offline_tok_s": timed.output_tokens / timed.seconds,
-        "max_num_batched_tokens": capacity.max_num_batched_tokens,
+        "offline_seconds": total,
+        "offline_tok_s": sum(run.output_tokens for run in runs) / total,
+        "max_num_batched_tokens": llm.capacity.max_num_batched_tokens,
         "gemm_tflop_s": machine.gemm_tflop_s,
-        **percentiles("ttft_floor", first_token_seconds(prompt_lens, least)),
-        **percentiles("ttft_offline", offline),
+        **percentiles("ttft_floor", least),
+        **percentiles("ttft_offline", seconds),
     }
 
 
@@ -163,8 +206,19 @@ def serving(flags: list[str]) -> Iterator[str]:
         process.wait(30)
 
 
-async def measure(client: Client, workload: Workload, max_concurrency: int | None) -> dict[str, Any]:
+@dataclass
+class Served:
+    """A workload's streams. seconds: of all."""
+
+    seconds: float
+    timings: list[Timing]
+
+
+async def warm_up(client: Client) -> None:
     timing_of(await send(client, warm_up_prompt(), 8), 8)
+
+
+async def serve(client: Client, workload: Workload, max_concurrency: int | None) -> Served:
     limit = asyncio.Semaphore(max_concurrency or len(workload.prompts))
 
     async def limited(prompt: list[int], num_tokens: int) -> Recording:
@@ -174,8 +228,12 @@ async def measure(client: Client, workload: Workload, max_concurrency: int | Non
     start = time.perf_counter()
     recordings = await asyncio.gather(*map(limited, workload.prompts, workload.output_lens))
     seconds = time.perf_counter() - start
-    timings = list(map(timing_of, recordings, workload.output_lens))
-    num_tokens = sum(timing.num_tokens for timing in timings)
+    return Served(seconds, list(map(timing_of, recordings, workload.output_lens)))
+
+
+def served_report(runs: list[Served]) -> dict[str, Any]:
+    timings = [timing for run in runs for timing in run.timings]
+    num_tokens, seconds = sum(timing.num_tokens for timing in timings), sum(run.seconds for run in runs)
     gaps = [b - a for t in timings for a, b in zip(t.event_seconds, t.event_seconds[1:], strict=False)]
     return {
         "output_tokens": num_tokens,
