@@ -126,8 +126,9 @@ static float quantize(const bf16 *x, int64_t head_dim, int8_t *q) {
 }
 #endif
 
-// Where a head's keys and values of one token go, by their row.
+// Where a head's keys and values of one token go, by their row. fetch: of the lines that `put` writes.
 struct PlainStore {
+    template <typename C> static void fetch(int64_t, int64_t, C *, C *) {}
     template <typename T> static void put(const T *k, const T *v, int64_t head_dim, int64_t row, T *keys, T *values, float *, float *) {
         memcpy(keys + row * head_dim, k, sizeof(T) * head_dim);
         memcpy(values + row * head_dim, v, sizeof(T) * head_dim);
@@ -135,6 +136,12 @@ struct PlainStore {
 };
 #ifdef WIDE
 struct TiledStore {
+    template <typename C> static void fetch(int64_t head_dim, int64_t row, C *keys, C *values) {
+        const int64_t dims = 64 / sizeof(C), ways = 4 / sizeof(C);
+        const C *key = keys + row / 16 * 16 * head_dim + row % 16 * dims, *value = values + row / 32 * 32 * head_dim + row % 32 / ways * 16 * ways;
+        for (int64_t d = 0; d < head_dim; d += dims) __builtin_prefetch(key + d * 16, 1);
+        for (int64_t d = 0; d < head_dim; d += 16) __builtin_prefetch(value + d * 32, 1);
+    }
     static void put(const bf16 *k, const bf16 *v, int64_t head_dim, int64_t row, bf16 *keys, bf16 *values, float *, float *) {
         store_key_tiles(k, head_dim, row, keys);
         store_value_tiles(v, head_dim, row, values);
@@ -160,10 +167,16 @@ static void norm_rotate_store(const T *qkv, const T *q_weight, const T *k_weight
     for (int64_t token = 0; token < tokens; ++token) {
         const T *row = qkv + token * (heads + 2 * kv_heads) * dim;
         const T *c = cos + token * half, *s = sin + token * half;
-        for (int64_t h = 0; h < heads; ++h)
-            norm_and_rotate(row + h * dim, q_weight, c, s, dim, eps, q + (token * heads + h) * dim);
         const int32_t block = slots[token] / shape.block_size;
         const int64_t offset = slots[token] % shape.block_size;
+        // Scattered lines on many pages: together they come while a token is computed.
+        if (token + 1 < tokens) {
+            const int32_t block = slots[token + 1] / shape.block_size;
+            const int64_t offset = slots[token + 1] % shape.block_size;
+            for (int64_t h = 0; h < kv_heads; ++h) Store::fetch(dim, shape.row(&block, h, offset), keys, values);
+        }
+        for (int64_t h = 0; h < heads; ++h)
+            norm_and_rotate(row + h * dim, q_weight, c, s, dim, eps, q + (token * heads + h) * dim);
         for (int64_t h = 0; h < kv_heads; ++h) {
             T key[512];
             norm_and_rotate(row + (heads + h) * dim, k_weight, c, s, dim, eps, key);
@@ -211,5 +224,6 @@ extern "C" void rotary_bf16(const int64_t *positions, const float *inv_freq, int
 
 // Rows of a table, of so many bytes each.
 extern "C" void gather_rows(const char *table, const int64_t *indices, int64_t count, int64_t row_bytes, char *out) {
+#pragma omp parallel for schedule(static) if (count > 4)
     for (int64_t i = 0; i < count; ++i) std::memcpy(out + i * row_bytes, table + indices[i] * row_bytes, row_bytes);
 }
