@@ -55,7 +55,9 @@ def measure_kernels() -> dict[str, Any]:
         report |= _int8_rows(kernels, machine)
     for name, (num_seqs, length) in _DECODES.items():
         num_bytes = num_seqs * length * _KV_HEADS * _HEAD_DIM * 4
-        report[name] = _memory_row(num_bytes, _decode_seconds(kernels, num_seqs, length), machine.read_gb_s)
+        for suffix, in_order in (("", False), (" in order", True)):
+            seconds = _decode_seconds(kernels, num_seqs, length, in_order=in_order)
+            report[name + suffix] = _memory_row(num_bytes, seconds, machine.read_gb_s)
     flops = 4 * _HEADS * _HEAD_DIM * _PREFILL_TOKENS * (_PREFILL_TOKENS + 1) // 2
     report[f"prefill {_PREFILL_TOKENS}"] = _compute_row(flops, _prefill_seconds(kernels), machine.gemm_tflop_s)
     return report
@@ -117,14 +119,16 @@ def _copies(weight: Weight) -> list[Weight]:
     return copies
 
 
-def _decode_seconds(kernels: ops.CPUKernels, num_seqs: int, length: int) -> float:
+def _decode_seconds(kernels: ops.CPUKernels, num_seqs: int, length: int, *, in_order: bool = False) -> float:
+    """in_order: blocks as an engine that has just begun hands them out, not scattered as they are after a while."""
     columns = -(-length // _BLOCK_SIZE)
     num_blocks = num_seqs * columns
     num_layers = int(_TOTAL_BYTES / (num_blocks * _BLOCK_SIZE * _KV_HEADS * _HEAD_DIM * 4)) + 1
     attention = CPUAttention(_HEADS, _KV_HEADS, _HEAD_DIM)
     kv_cache = attention.allocate(num_layers, num_blocks, _BLOCK_SIZE, torch.bfloat16, "cpu")
     kv_cache.data.copy_(torch.randn(num_blocks, _KV_HEADS, _BLOCK_SIZE, _HEAD_DIM).bfloat16())
-    tables = torch.randperm(num_blocks).to(torch.int32).view(num_seqs, columns)
+    order = torch.arange(num_blocks) if in_order else torch.randperm(num_blocks)
+    tables = order.to(torch.int32).view(num_seqs, columns)
     lens = torch.full((num_seqs,), length, dtype=torch.int32)
     q = torch.randn(num_seqs, _HEADS, _HEAD_DIM).bfloat16()
     out, rows = torch.empty_like(q), torch.arange(num_seqs)

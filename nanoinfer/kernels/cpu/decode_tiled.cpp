@@ -52,9 +52,9 @@ static inline void split_bytes(__m512 x, __m128i *high, __m128i *low) {
 // One KV head's queries as right factors: bf16 [head_dim / 2][group][2], or int8 [head_dim / 4][2 * group][4], high bytes
 // first. factors: what a score has to be multiplied with.
 static void pack_queries(const bf16 *q, int64_t group, int64_t head_dim, float scale, bf16 *packed, float *factors) {
-    for (int64_t g = 0; g < group; ++g) {
+    for (int64_t g = 0; g < group; ++g, q += head_dim) {
         factors[g] = scale;
-        for (int64_t d = 0; d < head_dim; ++d) packed[(d / 2 * group + g) * 2 + d % 2] = q[g * head_dim + d];
+        for (int64_t d = 0; d < head_dim; d += 2) memcpy(packed + d * group + 2 * g, q + d, 2 * sizeof(bf16));
     }
 }
 static void pack_queries(const bf16 *q, int64_t group, int64_t head_dim, float scale, int8_t *packed, float *factors) {
@@ -253,12 +253,14 @@ static void attend_part(const bf16 *q, const AttentionShape &shape, const Cache<
     char *memory = scratch<char>(kv_heads * head_bytes + 2 * score_size * sizeof(float) + copy_size * sizeof(T));
     float *scores = (float *)memory, *query_factors = scores + 2 * score_size, *factors = query_factors + kv_heads * MOST_ROWS;
     T *weights = (T *)(factors + kv_heads * MOST_ROWS), *copy = weights + kv_heads * weight_size, *queries = copy + copy_size;
+    int64_t row = start < stop ? shape.row(blocks, 0, start) : 0;
+    // The first keys come while the queries are packed.
+    for (int64_t at = 0; at < TOKENS * dim * (int64_t)sizeof(T); at += 64) _mm_prefetch((const char *)(cache.keys + row * dim) + at, _MM_HINT_T1);
     for (int64_t h = 0; h < kv_heads; ++h)
         pack_queries(q + h * group * dim, group, dim, shape.scale, queries + h * query_size, query_factors + h * MOST_ROWS);
     memset(outputs, 0, shape.num_heads * dim * sizeof(float));
     for (int64_t h = 0; h < shape.num_heads; ++h) states[h] = {-INFINITY, 0.0f};
     const int64_t head_rows = shape.block_size;
-    int64_t row = start < stop ? shape.row(blocks, 0, start) : 0;
     for (int64_t token = start; token < stop; token += TOKENS) {
         const int64_t count = std::min(TOKENS, stop - token), row_after = count < TOKENS ? row : shape.row(blocks, 0, token + TOKENS);
         const T *keys = cache.keys + row * dim, *values = cache.values + row * dim, *keys_after = cache.keys + row_after * dim;
@@ -288,7 +290,8 @@ static void attend_part(const bf16 *q, const AttentionShape &shape, const Cache<
 static void join(const float *outputs, const Softmax *states, int64_t parts, int64_t output_stride, int64_t state_stride, int64_t head_dim, bf16 *out) {
     float maximum = -INFINITY, total = 0;
     for (int64_t p = 0; p < parts; ++p) maximum = std::max(maximum, states[p * state_stride].maximum);
-    alignas(64) float sum[256] = {0};
+    alignas(64) float sum[256];
+    memset(sum, 0, head_dim * sizeof(float));
     for (int64_t p = 0; p < parts; ++p) {
         const Softmax &state = states[p * state_stride];
         const float weight = state.maximum == maximum ? 1.0f : std::exp(state.maximum - maximum);
@@ -310,17 +313,22 @@ static void tiled_decode(const bf16 *q, const Cache<T> &cache, const int32_t *se
     {
         const FlushDenormals flush;
         configure_decode<T>((sizeof(T) == 1 ? 2 : 1) * heads / shape.num_kv_heads);
+        // A sequence in one part is finished where it was computed, in memory that stays in this core's cache.
+        std::vector<float> own(parts == 1 ? size + 2 * heads : 0);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t item = 0; item < num_seqs * parts; ++item) {
             const int64_t seq = item / parts, part = item % parts, len = seq_lens[seq];
             const int64_t length = ((len + parts - 1) / parts + TOKENS - 1) / TOKENS * TOKENS;
             const int64_t start = std::min(len, part * length), stop = std::min(len, start + length);
-            attend_part<T>(q + rows[seq] * size, shape, cache, cache.block_tables + seq * cache.table_stride, start, stop,
-                           memory + item * size, states + item * heads);
+            float *outputs = parts == 1 ? own.data() : memory + item * size;
+            Softmax *state = parts == 1 ? (Softmax *)(outputs + size) : states + item * heads;
+            attend_part<T>(q + rows[seq] * size, shape, cache, cache.block_tables + seq * cache.table_stride, start, stop, outputs, state);
+            for (int64_t h = 0; parts == 1 && h < heads; ++h)
+                join(outputs + h * shape.head_dim, state + h, 1, 0, 0, shape.head_dim, out + (rows[seq] * heads + h) * shape.head_dim);
         }
         _tile_release();
 #pragma omp for schedule(static)
-        for (int64_t i = 0; i < num_seqs * heads; ++i) {
+        for (int64_t i = 0; i < (parts == 1 ? 0 : num_seqs * heads); ++i) {
             const int64_t seq = i / heads, h = i % heads;
             join(memory + (seq * parts * heads + h) * shape.head_dim, states + seq * parts * heads + h, parts, size, heads,
                  shape.head_dim, out + (rows[seq] * heads + h) * shape.head_dim);
