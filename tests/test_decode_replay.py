@@ -16,12 +16,14 @@ from hypothesis import strategies as st
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.executor.uniproc import UniprocExecutor
 from nanoinfer.kernels.cpu import ops
+from nanoinfer.kernels.cpu.inputs import DecodeInputs
 from nanoinfer.kernels.cpu.memory import Workspace
-from nanoinfer.kernels.cpu.ops import CPUKernels, DecodeInputs
+from nanoinfer.kernels.cpu.ops import CPUKernels
 from nanoinfer.layers.sampler import inverse_temperatures
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.step import NewSequence, SchedulerOutput
 from nanoinfer.worker.input_batch import InputBatch
+from nanoinfer.worker.model_runner import ModelRunner
 
 KERNELS = ops.load()
 pytestmark = pytest.mark.skipif(KERNELS is None or not KERNELS.has_amx_int8, reason="there is no AMX here")
@@ -121,6 +123,47 @@ def test_replayed_sampling_is_the_sampling(variant: str, tmp_path: Path) -> None
     with LLM(model, enforce_eager=True, **OPTIONS) as llm:
         expected = llm.generate(prompts, params, use_tqdm=False)
     assert len(whole) > 10 and [o.token_ids for o in ours] == [o.token_ids for o in expected]
+
+
+def test_logits_do_not_lie_on_what_they_are_computed_from(tmp_path: Path) -> None:
+    """Nor do those of a prompt's tokens, for which hidden states have to last when the step's own logits are done."""
+    model = save(tmp_path, vocab_size=30011)
+    prompts = [[i + 1, *range(3 + 2 * i)] for i in range(16)]
+    params = SamplingParams(top_k=5, seed=1, max_tokens=12, ignore_eos=True, prompt_logprobs=1)
+    found = []
+    for options in ({}, {"max_num_batched_tokens": 17}, {"enforce_eager": True, "max_num_batched_tokens": 25}):
+        with LLM(model, **OPTIONS | {"max_num_seqs": 16} | options) as llm:
+            executor = llm.engine.executor
+            assert isinstance(executor, UniprocExecutor)
+            overlaps = _watch_logits(executor.runner)
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert len(overlaps) > 12 and not any(overlaps)
+        found.append(
+            [
+                entry[token_id].logprob
+                for prompt, output in zip(prompts, outputs, strict=True)
+                for token_id, entry in zip(prompt[1:], (output.prompt_logprobs or [])[1:], strict=True)
+                if entry is not None
+            ]
+        )
+    assert len(found[0]) == sum(map(len, prompts)) - 16
+    for other in found[1:]:
+        assert other == pytest.approx(found[0], abs=0.1)
+
+
+def _watch_logits(runner: ModelRunner) -> list[bool]:
+    """Of all logits that are computed from now on, whether they share memory with the hidden states."""
+    overlaps: list[bool] = []
+    compute = runner.compute_logits
+
+    def observed(hidden: torch.Tensor, indices: torch.Tensor | None) -> torch.Tensor:
+        logits = compute(hidden, indices)
+        starts, ends = zip(*((x.data_ptr(), x.data_ptr() + x.nbytes) for x in (hidden, logits)), strict=True)
+        overlaps.append(max(starts) < min(ends))
+        return logits
+
+    runner.compute_logits = observed  # type: ignore[method-assign]
+    return overlaps
 
 
 @given(st.integers(1, 8), st.integers(0, 1000))

@@ -80,7 +80,8 @@ def _step_seconds(llm: LLM, num_seqs: int, as_on_gpu: bool) -> list[float]:
 
     runner.forward, runner.compute_logits, runner.sample = forward, compute_logits, sample  # type: ignore[method-assign]
     if (replay := runner._replay) is not None:
-        replay.tokens = lambda: [7] * replay._num_seqs  # type: ignore[method-assign]
+        # Their inputs are still made, by a kernel.
+        replay.tokens = lambda: [7] * replay.num_seqs  # type: ignore[method-assign]
     llm.engine.async_scheduling = executor.runs_apart = True
     if as_on_gpu:
         _use_instant_device(runner, llm.engine.scheduler.config)

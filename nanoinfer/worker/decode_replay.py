@@ -19,18 +19,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanoinfer.attention.base import AttentionBackend, ForwardBatch, KVCache
 from nanoinfer.attention.cpu import CPUAttention, CPUPlan, Decodes, most_parts
 from nanoinfer.config import ModelConfig, SchedulerConfig
+from nanoinfer.kernels.cpu.inputs import DecodeColumns, DecodeInputs
 from nanoinfer.kernels.cpu.memory import Workspace
-from nanoinfer.kernels.cpu.ops import CPUKernels, DecodeColumns, DecodeInputs, kernels_for
+from nanoinfer.kernels.cpu.ops import CPUKernels, kernels_for
 from nanoinfer.kernels.cpu.recording import Recording
 from nanoinfer.layers.linear import ParallelLinear
 from nanoinfer.layers.sampler import SEGMENT, checked
 from nanoinfer.models.qwen3 import Qwen3ForCausalLM
 
 logger = logging.getLogger(__name__)
-
-
-# Rows of logits that have a place in the workspace, where steps are not replayed.
-_LOGITS_ROWS = 64
 
 
 def make_workspace(config: ModelConfig, dtype: torch.dtype, limits: SchedulerConfig) -> Workspace:
@@ -41,10 +38,20 @@ def make_workspace(config: ModelConfig, dtype: torch.dtype, limits: SchedulerCon
     # Attention leaves float32 for each part of a context. Recordings have up to three parts for each sequence.
     parts_bytes = 4 * heads * (head_dim + 2) * most_parts(3 * max(2, limits.max_num_seqs))
     num_tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs, 2)
-    logits_bytes = min(_LOGITS_ROWS, limits.max_num_seqs) * config.vocab_size * dtype.itemsize
-    largest = max(num_tokens * max(widths) * dtype.itemsize, parts_bytes, logits_bytes)
+    largest = max(num_tokens * max(widths) * dtype.itemsize, parts_bytes)
     # Up to 63 bytes of each result are left unused for alignment.
     return Workspace(num_tokens * width * dtype.itemsize + parts_bytes + 10 * 64, largest)
+
+
+def make_logits_memory(config: ModelConfig, dtype: torch.dtype, limits: SchedulerConfig) -> Workspace:
+    """For a step's logits and what sampling makes of them, beginning at the front in each step.
+
+    Of its own, since what logits are computed from must outlive them: prompt log-probabilities need it again. What is
+    not used of it is not mapped.
+    """
+    rows = max(2, limits.max_num_seqs)
+    beside = rows * (8 * (config.vocab_size // SEGMENT + 1) + 16) + 4 * 64
+    return Workspace(beside, rows * config.vocab_size * dtype.itemsize)
 
 
 class NotReplayable(Exception):
@@ -52,7 +59,12 @@ class NotReplayable(Exception):
 
 
 def make_replay(
-    model: Qwen3ForCausalLM, backend: AttentionBackend, kv_cache: KVCache, workspace: Workspace, limits: SchedulerConfig
+    model: Qwen3ForCausalLM,
+    backend: AttentionBackend,
+    kv_cache: KVCache,
+    workspace: Workspace,
+    logits_memory: Workspace,
+    limits: SchedulerConfig,
 ) -> DecodeReplay | None:
     """None if a decode step of this model is more than calls of kernels; said in the log where that is a surprise."""
     kernels = kernels_for(model.model.norm.weight.dtype, "cpu")
@@ -61,7 +73,7 @@ def make_replay(
     if kernels is None or not isinstance(backend, CPUAttention) or not backend.can_replay or not is_packed:
         return None
     try:
-        return DecodeReplay(model, kernels, backend, kv_cache, workspace, limits)
+        return DecodeReplay(model, kernels, backend, kv_cache, workspace, logits_memory, limits)
     except NotReplayable as reason:
         logger.warning("decode steps run with Python between the kernels: %s", reason)
         return None
@@ -70,8 +82,8 @@ def make_replay(
 class DecodeReplay:
     """Runs steps in which each sequence computes its last token.
 
-    `load(rows)`, then `tokens()` if they are sampled by temperature alone, else `hidden()`; both are valid until the
-    next step.
+    `load(...)`, then `tokens()` if all are sampled by temperature alone, else `hidden()`, which is valid until the
+    workspace is used again.
     """
 
     def __init__(
@@ -81,6 +93,7 @@ class DecodeReplay:
         backend: CPUAttention,
         kv_cache: KVCache,
         workspace: Workspace,
+        logits_memory: Workspace,
         limits: SchedulerConfig,
     ) -> None:
         """Raises NotReplayable where a step is more than calls of kernels."""
@@ -96,25 +109,22 @@ class DecodeReplay:
         self._rows = torch.zeros(most, dtype=torch.int64)
         self._order = torch.arange(most + 1)
         self._starts = self._order.int()
-        self._num_seqs, self._splits = 0, 1
+        self.num_seqs, self._splits = 0, 1
         self._layers = self._record(self._run_layers, workspace)
-        # Of its own, since its size goes with the number of sequences; what is not used is not mapped.
-        logits_bytes = most * (config.vocab_size * dtype.itemsize + 8 * (config.vocab_size // SEGMENT + 1) + 1024)
-        sampler_memory = Workspace(logits_bytes, logits_bytes)
-        self._sampler = self._record(lambda n, _: self._sample(self._layers.output[:n]), sampler_memory)
+        self._sampler = self._record(lambda n, _: self._sample(self._layers.output[:n]), logits_memory)
         self._check(min(limits.max_model_len, limits.num_blocks * limits.block_size))
 
     def load(self, rows: np.ndarray, columns: DecodeColumns, longest: int) -> None:
         """The step's inputs. rows: [n] int64, of the columns; longest: most tokens of one, the step's own included."""
-        self._num_seqs, self._splits = len(rows), self._backend.splits(len(rows), longest)
+        self.num_seqs, self._splits = len(rows), self._backend.splits(len(rows), longest)
         mine = self._rows[: len(rows)]
         mine.numpy()[:] = rows
         self._kernels.decode_inputs(mine, columns, self._kv_cache.block_size, self._inputs)
 
     def hidden(self) -> torch.Tensor:
         """Hidden states, [n, hidden_size]; keys and values are stored."""
-        self._kernels.run(self._layers.calls_for(self._num_seqs, self._splits))
-        return self._layers.output[: self._num_seqs]
+        self._kernels.run(self._layers.calls_for(self.num_seqs, self._splits))
+        return self._layers.output[: self.num_seqs]
 
     def tokens(self) -> list[int]:
         """The sampled tokens. Raises FloatingPointError as the sampler does."""
@@ -122,8 +132,8 @@ class DecodeReplay:
         return checked(self._sampled())
 
     def _sampled(self) -> list[int]:
-        self._kernels.run(self._sampler.calls_for(self._num_seqs, 1))
-        return self._sampler.output[: self._num_seqs].tolist()
+        self._kernels.run(self._sampler.calls_for(self.num_seqs, 1))
+        return self._sampler.output[: self.num_seqs].tolist()
 
     def _run_layers(self, n: int, splits: int) -> torch.Tensor:
         inputs, decoder = self._inputs.first(n), self._model.model
@@ -164,7 +174,10 @@ class DecodeReplay:
                 raise NotReplayable(f"this model's layers compute with {', '.join(sorted(views.others))}, too")
             recordings.append(recording)
         base, fewer, more = recordings
-        return _Program(base.calls(), most, parts, fewer.growth_to(base), base.growth_to(more), outputs[0])
+        try:
+            return _Program(base.calls(), most, parts, fewer.growth_to(base), base.growth_to(more), outputs[0])
+        except ValueError as error:
+            raise NotReplayable(str(error)) from error
 
     def _check(self, num_tokens: int) -> None:
         """Whether the programs do what the model does, over a cache of so many tokens that nothing is in yet.
@@ -172,19 +185,21 @@ class DecodeReplay:
         Models are of one kind throughout: what holds for one batch size does for the others.
         """
         longest = min(num_tokens, 200)
-        computed, tables = (
-            np.array([longest - 1, max(longest - 2, 0)]),
-            np.zeros(self._inputs.block_tables.shape, np.int32),
-        )
+        # Two rows with a slot each, if there are two.
+        n = min(2, longest)
+        computed, width = longest - 1 - np.arange(n), self._inputs.block_tables.shape[1]
+        tables = np.zeros((n, width), np.int32)
         tables[:, : -(-longest // self._kv_cache.block_size)] = range(-(-longest // self._kv_cache.block_size))
-        ids, none, seeds = np.array([1, 2]), np.zeros(2, np.int64), np.array([1, 2], np.uint64)
-        columns = DecodeColumns(ids, computed, computed + 1, none, tables, seeds, np.array([0.0, 1.0]))
-        self.load(np.arange(2), columns, longest)
-        hidden = self._run_layers(2, self._splits).clone()
+        none, seeds, temperature = np.zeros(n, np.int64), np.ones(n, np.uint64), np.arange(n, dtype=np.float64)
+        last_token = np.arange(n) % self._model.config.vocab_size
+        columns = DecodeColumns(last_token, computed, computed + 1, none, tables, seeds, temperature)
+        self.load(np.arange(n), columns, longest)
+        hidden = self._run_layers(n, self._splits).clone()
         token_ids = self._sample(hidden).tolist()
         # Results that don't live long enough become NaN.
         self._workspace.memory.fill_(0xFF)
-        if not torch.equal(self.hidden(), hidden) or self._sampled() != token_ids:
+        # Bits, since a broken model's NaN equal nothing; it is told of when it is used.
+        if not torch.equal(self.hidden().view(torch.int16), hidden.view(torch.int16)) or self._sampled() != token_ids:
             raise NotReplayable("made on their own, these gave another result")
 
 

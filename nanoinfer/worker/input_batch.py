@@ -1,8 +1,9 @@
 """`InputBatch`: a rank's rows, one per sequence that it knows, kept from step to step; plans change them by deltas.
 
 What every step needs of every row lies in numpy arrays, so that a step's tensors are built by indexing and not by a
-loop over tokens. Called by the model runner: `apply(plan)`, `build(plan)`, then `commit(...)` when the step is done, or
-on a GPU launched: there, a row's sampled tokens may be unknown to it.
+loop over tokens. Called by the model runner: `apply(plan)`, then `build(plan)`, or `decodes(plan)` where a kernel makes
+the inputs of decodes, then `commit(...)` when the step is done, or on a GPU launched: there, a row's sampled tokens may
+be unknown to it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 
 from nanoinfer.attention.base import ForwardBatch
-from nanoinfer.kernels.cpu.ops import DecodeColumns
+from nanoinfer.kernels.cpu.inputs import DecodeColumns
 from nanoinfer.layers.sampler import Bias, Penalty, SamplingBatch, TokenCounts, inverse_temperatures, uniforms
 from nanoinfer.step import NewSequence, SchedulerOutput, token_bitmask
 
@@ -93,8 +94,8 @@ class InputBatch:
         self._min_p = np.zeros(max_num_seqs, np.float64)
         # Rows whose sampling needs more than the arrays: penalties, min_tokens, logprobs, and what limits the choice.
         self._special = np.zeros(max_num_seqs, bool)
-        # Rows that are sampled by temperature alone.
-        self._plain = np.zeros(max_num_seqs, bool)
+        # Rows that draw from what min_p, top_k or top_p leaves.
+        self._filtered = np.zeros(max_num_seqs, bool)
         # Rows whose sampling depends on what was sampled before: penalties and bad words.
         self._needs_tokens = np.zeros(max_num_seqs, bool)
 
@@ -141,10 +142,9 @@ class InputBatch:
         limits_choice = params.allowed_token_ids is not None or params.logit_bias is not None or bool(new.bad_words)
         with_logprobs = params.logprobs is not None
         self._needs_tokens[row] = params.has_penalties or bool(new.bad_words)
-        special = params.has_penalties or params.min_tokens > 0 or with_logprobs or limits_choice
-        self._special[row] = special
-        filters = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
-        self._plain[row] = not special and (params.is_greedy or not filters)
+        self._special[row] = params.has_penalties or params.min_tokens > 0 or with_logprobs or limits_choice
+        has_filter = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+        self._filtered[row] = has_filter and not params.is_greedy
 
     def row_of(self, seq_id: int) -> int:
         return self._row_of[seq_id]
@@ -183,12 +183,11 @@ class InputBatch:
 
     def has_filters(self, rows: np.ndarray) -> bool:
         """Whether any of them samples with min_p, top_k or top_p."""
-        filtered = (self._min_p[rows] > 0) | (self._top_k[rows] > 0) | (self._top_p[rows] < 1)
-        return bool((filtered & (self._temperature[rows] > 0)).any())
+        return bool(self._filtered[rows].any())
 
     def is_plain(self, step: StepRows) -> bool:
         """Whether all that sample are sampled by temperature alone."""
-        return not step.bitmasks and bool(self._plain[step.rows[step.sampled]].all())
+        return not self.has_special(step) and not self.has_filters(step.rows[step.sampled])
 
     def has_special(self, step: StepRows) -> bool:
         """Whether any row that samples has penalties, min_tokens, logprobs, or a limited choice."""

@@ -26,7 +26,7 @@ from nanoinfer.models.loader import load_dummy_weights, load_weights, open_check
 from nanoinfer.models.qwen3 import Qwen3ForCausalLM
 from nanoinfer.step import KVCacheCapacity, SchedulerOutput, StepResult, TokenLogprobs
 from nanoinfer.worker.cuda_graph import DecodeGraphs, graph_factory, graph_sizes
-from nanoinfer.worker.decode_replay import DecodeReplay, make_replay, make_workspace
+from nanoinfer.worker.decode_replay import DecodeReplay, make_logits_memory, make_replay, make_workspace
 from nanoinfer.worker.device_runner import DeviceRunner
 from nanoinfer.worker.download import Download
 from nanoinfer.worker.gpu_memory import GPUMemory, graph_bytes, num_gpu_blocks, run_largest_step
@@ -99,6 +99,7 @@ class ModelRunner:
         self._vocab_shard = VocabShard(groups.tp, self.model.lm_head.first_id)
         self._kv_cache: KVCache | None = None
         self._workspace: Workspace | None = None
+        self._logits_memory: Workspace | None = None
         self._replay: DecodeReplay | None = None
         self._batch: InputBatch | None = None
         self._device_runner: DeviceRunner | None = None
@@ -135,9 +136,11 @@ class ModelRunner:
         )
         if kernels_for(self.dtype, self.device) is not None:
             self._workspace = make_workspace(self.model_config, self.dtype, limits)
+            self._logits_memory = make_logits_memory(self.model_config, self.dtype, limits)
+            memory = (self._workspace, self._logits_memory)
             if not self.config.enforce_eager and self.config.tensor_parallel_size == 1:
                 with torch.inference_mode():
-                    self._replay = make_replay(self.model, self.backend, self.kv_cache, self._workspace, limits)
+                    self._replay = make_replay(self.model, self.backend, self.kv_cache, *memory, limits)
         self._batch = InputBatch(
             limits.max_num_seqs, limits.max_model_len, limits.block_size, self.model_config.vocab_size
         )
@@ -228,36 +231,38 @@ class ModelRunner:
         return LaunchedStep(result)
 
     def _run(
-        self, plan: SchedulerOutput, rows: InputBatch
+        self, plan: SchedulerOutput, batch: InputBatch
     ) -> tuple[StepRows, list[int], dict[int, TokenLogprobs], torch.Tensor | None]:
         """On a CPU: the step's rows, tokens and log-probabilities as `sample` gives them, and hidden states."""
-        if self._replay is not None and (step := rows.decodes(plan)) is not None:
-            self._replay.load(step.rows, rows.decode_columns(), step.longest)
-            if rows.is_plain(step):
+        if self._replay is not None and (step := batch.decodes(plan)) is not None:
+            self._replay.load(step.rows, batch.decode_columns(), step.longest)
+            if batch.is_plain(step):
                 return step, self._replay.tokens(), {}, None
-            with self._results():
-                logits = self.compute_logits(self._replay.hidden(), None)
-            return step, *self.sample(logits, rows.sampling(step)), None
-        step, batch = rows.build(plan)
-        batch.plan = self.backend.plan(batch, self.block_size)
-        with self._results():
-            hidden = self.forward(batch)
-            logits = self.compute_logits(hidden, batch.logits_indices)
-        token_ids, logprobs = self.sample(logits, rows.sampling(step)) if len(step.sampled) else ([], {})
+            logits = self.compute_logits(self._replay.hidden(), None)
+            return step, *self.sample(logits, batch.sampling(step)), None
+        step, inputs = batch.build(plan)
+        inputs.plan = self.backend.plan(inputs, self.block_size)
+        hidden = self.forward(inputs)
+        logits = self.compute_logits(hidden, inputs.logits_indices)
+        token_ids, logprobs = self.sample(logits, batch.sampling(step)) if len(step.sampled) else ([], {})
         return step, token_ids, logprobs, hidden
 
-    def _results(self) -> AbstractContextManager[None]:
-        """Where what the kernels compute goes: it is valid until this is asked for again."""
+    def _results_in(self, workspace: Workspace | None) -> AbstractContextManager[None]:
+        """Where what the kernels compute goes: it is valid until the workspace is asked for again."""
         kernels = kernels_for(self.dtype, self.device)
-        return nullcontext() if kernels is None or self._workspace is None else kernels.using(self._workspace)
+        return nullcontext() if kernels is None or workspace is None else kernels.using(workspace)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states of all of the step's tokens, whose keys and values are stored."""
-        return self.model(batch, self.kv_cache)
+        with self._results_in(self._workspace):
+            return self.model(batch, self.kv_cache)
 
     def compute_logits(self, hidden: torch.Tensor, indices: torch.Tensor | None) -> torch.Tensor:
-        """This rank's logits of some of the tokens (None: of all)."""
-        return self.model.compute_logits(hidden, indices)
+        """This rank's logits of some of the tokens (None: of all), valid until others are computed."""
+        if self._logits_memory is not None:
+            self._logits_memory.restart()
+        with self._results_in(self._logits_memory):
+            return self.model.compute_logits(hidden, indices)
 
     def _prompt_logprobs(self, hidden: torch.Tensor, part: PromptPart) -> list[TokenLogprobs]:
         """A few rows at a time: logits of a whole prompt would be gigabytes."""

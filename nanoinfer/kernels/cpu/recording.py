@@ -18,7 +18,7 @@ _CALL = np.dtype(
 
 
 class Recording:
-    """The calls that were noted while it was active (`CPUKernels.recording`), laid out as replay.cpp reads them."""
+    """The calls that were noted while it was active (`CPUKernels.using`), laid out as replay.cpp reads them."""
 
     def __init__(self) -> None:
         self._calls: list[tuple[int, list[int], float]] = []
