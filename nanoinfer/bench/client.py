@@ -32,7 +32,7 @@ class Recording:
         """When each event's last byte came, and its JSON object; until [DONE]. Raises HTTPError."""
         parser = _Parser()
         found = [(seconds, data) for seconds, piece in self.pieces for data in parser.feed(piece)]
-        parser.check_status()
+        parser.check_end()
         return [(seconds, json.loads(data)) for seconds, data in found if data != _DONE]
 
 
@@ -54,7 +54,7 @@ class Client:
                     if data == _DONE:
                         return
                     yield json.loads(data)
-            parser.check_status()
+            parser.check_end()
         finally:
             writer.close()
 
@@ -109,7 +109,11 @@ class _Recorder(asyncio.BufferedProtocol):
         self.pieces.append((perf_counter() - self._start, bytes(self._buffer[:num_bytes])))
 
     def connection_lost(self, error: Exception | None) -> None:
-        if not self.is_over.done():
+        if self.is_over.done():
+            return
+        if error is not None:
+            self.is_over.set_exception(error)
+        else:
             self.is_over.set_result(None)
 
 
@@ -118,7 +122,7 @@ class _Parser:
 
     def __init__(self) -> None:
         self._status = 0
-        self._is_chunked = False
+        self._is_chunked = self._is_whole = False
         self._raw = self._body = b""
 
     def feed(self, piece: bytes) -> list[bytes]:
@@ -135,17 +139,21 @@ class _Parser:
         *events, self._body = self._body.split(b"\n\n")
         return [data.removeprefix(b"data: ") for data in events]
 
-    def check_status(self) -> None:
-        """When all has come. Raises HTTPError."""
+    def check_end(self) -> None:
+        """When no more comes. Raises ConnectionError if that is too early, HTTPError."""
+        if not self._status or (self._is_chunked and not self._is_whole):
+            raise ConnectionError("the server closed the connection in the middle of its answer")
         if self._status != 200:
             raise HTTPError(self._status, self._body.decode(errors="replace"))
 
     def _unwrap(self) -> None:
         while self._is_chunked:
-            size, found, rest = self._raw.partition(b"\r\n")
-            if not found or len(rest) < int(size, 16) + 2:
+            line, found, rest = self._raw.partition(b"\r\n")
+            size = int(line.split(b";")[0], 16) if found else 0
+            if not found or len(rest) < size + 2:
                 return
-            self._body += rest[: int(size, 16)]
-            self._raw = rest[int(size, 16) + 2 :]
+            self._is_whole |= size == 0
+            self._body += rest[:size]
+            self._raw = rest[size + 2 :]
         self._body += self._raw
         self._raw = b""

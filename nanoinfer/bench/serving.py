@@ -4,7 +4,8 @@
 in one and then as streams over loopback in the other, several times in changing order, since a machine's speed drifts
 by more than what is measured. (A GPU has memory for one engine: there, all offline runs come first.) With --url it
 measures a server that runs. The load comes from this process, on the server's cores; so while the clock runs it only
-notes what comes and when, and all of it is read and checked after that.
+notes what comes and when, and all of it is read and checked after that. Seconds and tokens are sums over the rounds;
+served_by_offline is the median of the rounds' ratios.
 
 All requests come at once, so the k-th one's first token comes when the prompts up to its own have been read,
 max_num_batched_tokens at a time. Next to the served times to first token stand those of the offline runs, whose steps
@@ -20,6 +21,7 @@ import bisect
 import contextlib
 import itertools
 import json
+import random
 import re
 import shutil
 import statistics
@@ -63,7 +65,9 @@ def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
     parser.add_argument("--api-key", help="of that server")
     parser.add_argument("--workload", choices=PRESETS, default="w1")
     parser.add_argument("--num-seqs", type=int, help="fewer requests than the workload has")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each, with other prompts every time; default: 3")
+    parser.add_argument(
+        "--rounds", type=_at_least_one, default=3, help="runs of each, with other prompts every time; default: 3"
+    )
     parser.add_argument("--max-concurrency", type=int, help="requests at once; default: all")
     parser.add_argument("--model", help="directory or hub id; default: Qwen3-0.6B's shape with random weights")
     parser.add_argument("--tokenizer", help="a directory with the tokenizer for the model without one")
@@ -72,12 +76,19 @@ def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
     return parser.parse_known_args(argv)
 
 
+def _at_least_one(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     args, engine_flags = parse_args(argv)
     preset = PRESETS[args.workload]
     num_seqs = args.num_seqs or preset.num_seqs
-    # Other prompts every time: a prompt that was seen would come from the prefix cache.
-    workloads = [Workload.draw(args.workload, num_seqs, args.seed + index) for index in range(args.rounds)]
+    # Other prompts every time, and on a server that runs in every run: one that was seen is in the prefix cache.
+    rng = random.Random(f"{args.seed}, {time.time_ns() if args.url else 'a server of our own'}")
+    workloads = [Workload.draw(args.workload, num_seqs, rng.getrandbits(64)) for _ in range(args.rounds)]
     report: dict[str, Any] = {"workload": args.workload, "num_seqs": num_seqs, "rounds": args.rounds}
     if args.url:
         client = Client(args.url, args.api_key)
