@@ -67,8 +67,32 @@ extern "C" void rms_norm_bf16(const bf16 *x, bf16 *residual, const bf16 *weight,
     rms_norm(x, residual, weight, rows, size, eps, out);
 }
 
+#ifdef WIDE
+// norm_and_rotate of N whole vectors, which stay in registers.
+template <int N, typename T>
+static inline void norm_and_rotate_whole(const T *x, const T *weight, const T *cos, const T *sin, float eps, T *out) {
+    const __mmask16 all = 0xffff;
+    __m512 v[N], squares = _mm512_setzero_ps();
+    for (int i = 0; i < N; ++i) {
+        v[i] = load16(x + i * 16, all);
+        squares = _mm512_fmadd_ps(v[i], v[i], squares);
+    }
+    const __m512 factor = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / (N * 16) + eps));
+    for (int i = 0; i < N; ++i)
+        v[i] = rounded16<T>(_mm512_mul_ps(rounded16<T>(_mm512_mul_ps(v[i], factor)), load16(weight + i * 16, all)));
+    for (int i = 0; i < N / 2; ++i) {
+        const __m512 a = v[i], b = v[i + N / 2], c = load16(cos + i * 16, all), s = load16(sin + i * 16, all);
+        store16(out + i * 16, _mm512_fmsub_ps(a, c, _mm512_mul_ps(b, s)), all);
+        store16(out + (i + N / 2) * 16, _mm512_fmadd_ps(b, c, _mm512_mul_ps(a, s)), all);
+    }
+}
+#endif
+
 template <typename T>
 static void norm_and_rotate(const T *x, const T *weight, const T *cos, const T *sin, int64_t head_dim, float eps, T *out) {
+#ifdef WIDE
+    if (head_dim == 128) return norm_and_rotate_whole<8>(x, weight, cos, sin, eps, out);
+#endif
     T normed[512];
     normalize(x, weight, head_dim, eps, normed);
     const int64_t half = head_dim / 2;
