@@ -368,7 +368,10 @@ def test_a_decode_step_s_rows_are_sorted_by_length() -> None:
     assert batch.decodes(plan) is None
     step, _ = batch.build(plan)
     batch.commit(step, [1, 1, 1, 1])
-    decode = batch.decodes(SchedulerOutput(num_scheduled_tokens=dict.fromkeys(lengths, 1)))
+    one_each = SchedulerOutput(num_scheduled_tokens=dict.fromkeys(lengths, 1))
+    in_order = batch.decodes(one_each)
+    assert in_order is not None and in_order.seq_ids == list(lengths) and in_order.longest == 41
+    decode = batch.decodes(one_each, longest_first=True)
     assert decode is not None and decode.seq_ids == [3, 4, 9, 7]
     assert decode.rows.tolist() == [batch.row_of(seq_id) for seq_id in decode.seq_ids]
     assert batch.num_computed(decode.rows).tolist() == [40, 40, 17, 5]

@@ -144,7 +144,8 @@ def forced_logits(llm: LLM, text: ForcedText) -> list[torch.Tensor]:
         seen.append(logits.float().clone())
         return forced, {}
 
-    params = [SamplingParams(ignore_eos=True, max_tokens=len(tokens)) for tokens in text.continuations]
+    # With a filter, since rows without one are sampled by the kernel that a whole step is made of.
+    params = [SamplingParams(ignore_eos=True, top_k=1000, max_tokens=len(tokens)) for tokens in text.continuations]
     executor.runner.sample = sample  # type: ignore[method-assign]
     try:
         outputs = llm.generate(text.prompts, params, use_tqdm=False)

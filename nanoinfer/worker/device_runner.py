@@ -57,7 +57,8 @@ class DeviceRunner:
         row, and the hidden states of all tokens, which a decode step does not keep.
         """
         self.rows.apply(plan, batch)
-        step, hidden = batch.decodes(plan), None
+        # Programs start in the batch's order: none with a long context should start late.
+        step, hidden = batch.decodes(plan, longest_first=True), None
         if step is not None:
             computed = batch.num_computed(step.rows)
             if self.graphs is not None:

@@ -203,8 +203,11 @@ class InputBatch:
         first = step.num_scheduled.cumsum() - step.num_scheduled
         return first[is_sampled], step.rows[is_sampled]
 
-    def decodes(self, plan: SchedulerOutput) -> StepRows | None:
-        """The step's rows if each computes its last sampled token and nothing else, or None; longest contexts first."""
+    def decodes(self, plan: SchedulerOutput, *, longest_first: bool = False) -> StepRows | None:
+        """The step's rows if each computes its last sampled token and nothing else, or None.
+
+        longest_first: in place of the plan's order.
+        """
         seq_ids = list(plan.num_scheduled_tokens)
         if plan.num_tokens != len(seq_ids):
             return None
@@ -212,10 +215,10 @@ class InputBatch:
         computed = self._num_computed[rows]
         if bool((computed < self._num_initial[rows]).any()):
             return None
-        # On a GPU, programs start in this order: none with a long context should start late.
-        order = np.argsort(-computed, kind="stable")
-        longest = int(computed[order[0]]) + 1
-        rows, seq_ids = rows[order], [seq_ids[i] for i in order.tolist()]
+        if longest_first:
+            order = np.argsort(-computed, kind="stable")
+            rows, seq_ids = rows[order], [seq_ids[i] for i in order.tolist()]
+        longest = int(computed.max()) + 1
         return StepRows(seq_ids, rows, np.ones(len(rows), np.int64), np.arange(len(rows)), [], plan.bitmasks, longest)
 
     def build(self, plan: SchedulerOutput) -> tuple[StepRows, ForwardBatch]:
