@@ -40,6 +40,7 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit import wait_until
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.config import EngineConfig, ModelConfig, SchedulerConfig
@@ -98,13 +99,6 @@ def children(parent: int) -> list[Process]:
 
 def ranks_of(parent: int) -> list[Process]:
     return [process for process in children(parent) if b"worker" in Path(f"/proc/{process.pid}/cmdline").read_bytes()]
-
-
-def wait_until(fact: Callable[[], bool], what: str, seconds: float = SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not fact():
-        assert time.monotonic() < deadline, f"after {seconds:g} s: not {what}"
-        time.sleep(0.01)
 
 
 def assert_gone(ranks: list[Process], seconds: float = 10.0) -> None:

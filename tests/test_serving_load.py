@@ -15,7 +15,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,7 +23,7 @@ import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit import ROOT, checkpoint
+from kit import ROOT, checkpoint, wait_until
 from server_kit import DEMO, ENGINE, ScriptedLLM, demo_llm, events, running, tiny_llm
 
 from nanoinfer import LLM, SamplingParams
@@ -154,9 +153,9 @@ def test_a_client_that_hangs_up_frees_its_request() -> None:
                 f"Content-Length: {len(body)}\r\n\r\n"
             )
             sock.sendall(head.encode() + body)
-            wait_for(lambda: llm.stats().num_running == 1)
+            wait_until(lambda: llm.stats().num_running == 1, "running")
             sock.close()
-            wait_for(lambda: llm.stats().finished["abort"] == before + 1)  # noqa: B023
+            wait_until(lambda: llm.stats().finished["abort"] == before + 1, "aborted")  # noqa: B023
             assert llm.stats().num_running == 0
         assert client.get("/health").status_code == 200
 
@@ -174,13 +173,6 @@ def test_headers_are_bounded() -> None:
         assert not answer or answer.startswith(b"HTTP/1.1 400")
         with server.client() as client:
             assert client.get("/health").status_code == 200
-
-
-def wait_for(condition: Any, seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it does not come to pass"
-        time.sleep(0.005)
 
 
 def test_the_benchmark_of_serving_counts_what_it_asked_for() -> None:
@@ -216,9 +208,9 @@ def test_draining_lets_requests_finish_and_refuses_new_ones() -> None:
         body = {**CHAT, "stream": True}
         thread = threading.Thread(target=lambda: results.append(client.post("/v1/chat/completions", json=body)))
         thread.start()
-        wait_for(lambda: len(llm.requests) == 1)
+        wait_until(lambda: len(llm.requests) == 1, "one request there")
         server.loop.call_soon_threadsafe(server.server.stop)
-        wait_for(lambda: server.server.gate.is_draining)
+        wait_until(lambda: server.server.gate.is_draining, "draining")
         refused = client.post("/v1/chat/completions", json=CHAT)
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
         assert not results and client.get("/health").status_code == 503
@@ -282,7 +274,7 @@ def test_the_process_ends_in_seconds_and_leaves_no_child(number: int, code: int,
         for thread in threads:
             thread.start()
         assert started.wait(60)
-        wait_for(lambda: num_running(httpx.get(f"{url}/metrics").text) == 2)
+        wait_until(lambda: num_running(httpx.get(f"{url}/metrics").text) == 2, "two running")
         if number == signal.SIGTERM:
             process.send_signal(number)
         else:
@@ -321,7 +313,7 @@ def test_a_grammar_that_compiles_for_ever_does_not_hold_up_the_end() -> None:
     with running(ScriptedLLM(), grammar_timeout=600) as server, server.client() as client:
         thread = threading.Thread(target=lambda: results.append(client.post("/v1/completions", json=body)))
         thread.start()
-        wait_for(lambda: len(compilers()) > before)
+        wait_until(lambda: len(compilers()) > before, "compiling")
         server.loop.call_soon_threadsafe(server.server.stop)
         thread.join(30)
         assert not thread.is_alive()

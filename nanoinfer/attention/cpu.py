@@ -144,12 +144,8 @@ class CPUAttention(AttentionBackend):
     def plan(self, batch: ForwardBatch, block_size: int) -> CPUPlan:
         if batch.is_decode_only and self._kernels is not None:
             n = len(batch.seq_lens)
-            return CPUPlan(
-                Decodes(torch.arange(n), batch.block_tables, batch.seq_lens, self.splits(n, batch.max_seq_len)),
-                None,
-                [],
-                [],
-            )
+            splits = self.splits(n, batch.max_seq_len)
+            return CPUPlan(Decodes(torch.arange(n), batch.block_tables, batch.seq_lens, splits), None, [], [])
         query_lens = batch.query_start_loc.diff()
         seq_lens = batch.seq_lens.long()
         single = torch.nonzero(query_lens == 1).flatten()
