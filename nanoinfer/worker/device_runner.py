@@ -5,8 +5,9 @@ they are, everything else is on the device, and a CUDA graph holds it where ther
 host, as on a CPU, and sent; last sampled tokens are filled in on the device.
 
 A step is launched, and nothing waits for the device: sampled tokens stay there for the next step, and reach the host by
-a copy that is read when their step's result is asked for. Only steps with masks, bans, biases, penalties or
-log-probabilities wait, since the host prepares or reads these, for the rows that have them.
+a copy that is read when their step's result is asked for. Only steps with penalties, bad words or log-probabilities
+wait, since the host has to see tokens before it goes on, for the rows that have them; what masks, bans and biases need
+is sent like all else.
 """
 
 from __future__ import annotations
