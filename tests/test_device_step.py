@@ -5,6 +5,7 @@ checks. What needs the interpreter is in triton_engine_cases.py.
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -37,11 +38,12 @@ from nanoinfer.attention.cpu import CPUAttention
 from nanoinfer.attention.flash_attn import FlashAttention
 from nanoinfer.attention.triton import TritonAttention
 from nanoinfer.config import EngineConfig, ModelConfig, SchedulerConfig
+from nanoinfer.distributed import launch
 from nanoinfer.distributed.group import ParallelGroups, TensorParallelGroup
 from nanoinfer.distributed.launch import check_devices
 from nanoinfer.layers import device_sampler
 from nanoinfer.layers.device_sampler import DeviceSampling, sample_on_device
-from nanoinfer.layers.sampler import VocabShard
+from nanoinfer.layers.sampler import VocabShard, row_logprobs
 from nanoinfer.models.qwen3 import Qwen3ForCausalLM
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.step import NewSequence, SchedulerOutput
@@ -596,3 +598,32 @@ def test_each_rank_needs_a_gpu() -> None:
     check_devices(2, 4)
     with pytest.raises(ValueError, match=r"tensor_parallel_size is 4, and torch sees 2 CUDA device\(s\).*CUDA_VISIBLE"):
         check_devices(4, 2)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_takes_its_own_gpu_before_it_meets_the_others(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Mock()
+    calls.group.WORLD.rank.return_value, calls.group.WORLD.size.return_value = rank, 2
+    monkeypatch.setattr(launch, "dist", calls)
+    monkeypatch.setattr(torch.cuda, "set_device", calls.set_device)
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(variable, "eth7")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match="tensor_parallel_size is 2, and torch sees 1"):
+        launch.join(rank, 2, "file", "cuda")
+    assert not calls.mock_calls
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    groups = launch.join(rank, 2, "file", "cuda")
+    assert (groups.tp.rank, groups.tp.size) == (rank, 2) and os.environ["NCCL_SOCKET_IFNAME"].startswith("lo")
+    assert calls.mock_calls[:2] == [call.set_device(rank), call.FileStore("file", 2)]
+    assert calls.mock_calls[2][0] == "init_process_group" and calls.init_process_group.call_args.args == ("nccl",)
+    assert calls.init_process_group.call_args.kwargs["store"] is calls.FileStore.return_value
+    assert calls.init_process_group.call_args.kwargs["rank"] == rank
+
+
+def test_log_probabilities_come_to_the_host_by_the_tensor_and_not_by_the_number() -> None:
+    """Of 64 rows: what is read number by number is a wait for each."""
+    logits, rows = torch.randn(64, 50), list(range(64))
+    with Devices() as devices:
+        row_logprobs(logits, torch.arange(64) % 50, rows, dict.fromkeys(rows, 3), VocabShard())
+    assert not [name for name in devices.operators if "local_scalar" in name]
