@@ -25,8 +25,10 @@ from nanoinfer.engine.output_processor import Request
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.kernels import reference
 from nanoinfer.layers.sampler import SamplingBatch, VocabShard
+from nanoinfer.worker import device_runner
 from nanoinfer.worker.cuda_graph import DecodeGraphs, graph_sizes
 from nanoinfer.worker.device_runner import DeviceRunner
+from nanoinfer.worker.download import Download
 from nanoinfer.worker.input_batch import InputBatch, StepRows
 
 DIRECTORY = checkpoint("tied", tokenizer=True).directory
@@ -196,3 +198,27 @@ def test_what_the_property_is_about_does_happen(graphs: bool) -> None:
         # Prompts are always sampled by the host's settings, decodes only where something asks for it.
         assert (device.num_sampled_again - before > 14) == bool(kinds)
     assert llm.engine.scheduler.num_preemptions and llm.engine.scheduler.block_manager.hit_tokens
+
+
+def test_a_chunk_that_samples_nothing_is_waited_for_as_any_step_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all chunks of a long prompt on their way at once, whoever comes next would wait for them all."""
+    unread: list[int] = []
+
+    class Counted(Download):
+        def __init__(self, source: torch.Tensor) -> None:
+            super().__init__(source)
+            unread.append(len(source))
+
+        def tolist(self) -> list[int]:
+            unread.pop(0)
+            return super().tolist()
+
+    monkeypatch.setattr(device_runner, "Download", Counted)
+    llm, _ = hashing_llm(True, max_num_batched_tokens=4)
+    (request,) = llm.engine.add_requests([list(range(30))], SamplingParams(max_tokens=3, ignore_eos=True))
+    seen = []
+    while llm.engine.has_unfinished:
+        llm.engine.step()
+        seen.append(list(unread))
+    assert seen == [[0]] * 7 + [[1]] * 3 + [[]]
+    assert request.output().token_ids == expected(request.seq, list(range(30)))

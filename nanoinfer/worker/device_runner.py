@@ -51,11 +51,11 @@ class DeviceRunner:
 
     def launch(
         self, plan: SchedulerOutput, batch: InputBatch
-    ) -> tuple[StepRows, Download | None, dict[int, TokenLogprobs], torch.Tensor | None]:
+    ) -> tuple[StepRows, Download, dict[int, TokenLogprobs], torch.Tensor | None]:
         """`batch` has taken the plan in.
 
-        Returns the ids of the rows that sample (None if there are none; to be `checked`), log-probabilities by sampled
-        row, and the hidden states of all tokens, which a decode step does not keep.
+        Returns the ids of the rows that sample (to be `checked`; where there are none, what tells the step's end),
+        log-probabilities by sampled row, and the hidden states of all tokens, which a decode step does not keep.
         """
         self.rows.apply(plan, batch)
         # Programs start in the batch's order: none with a long context should start late.
@@ -75,7 +75,8 @@ class DeviceRunner:
             hidden = self.forward(sent)
             logits, tokens, is_done = self.compute_logits(hidden, sent.logits_indices), None, False
         if not len(step.sampled):
-            return step, None, {}, hidden
+            # Or the host would run ahead by all the chunks of a long prompt, which others then wait for.
+            return step, Download(self.rows.last_token[:0]), {}, hidden
         logprobs = {}
         if tokens is None or not is_done or batch.has_special(step):
             sampling = batch.sampling(step)

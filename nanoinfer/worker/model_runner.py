@@ -61,7 +61,8 @@ class LaunchedStep:
     def result(self) -> StepResult:
         """Waits for it. Raises FloatingPointError if its logits were not finite."""
         if self._tokens is not None:
-            self._result.token_ids.update(_by_sequence(self._seq_ids, checked(self._tokens.tolist())))
+            token_ids = self._tokens.tolist()
+            self._result.token_ids.update(_by_sequence(self._seq_ids, checked(token_ids) if token_ids else []))
         return self._result
 
 
@@ -228,7 +229,7 @@ class ModelRunner:
         if self._device_runner is not None:
             rows, download, logprobs, hidden = self._device_runner.launch(plan, self._batch)
             token_ids = None
-            if download is not None and self._batch.needs_tokens(rows):
+            if self._batch.needs_tokens(rows):
                 token_ids = checked(download.tolist())
         else:
             rows, token_ids, logprobs, hidden = self._run(plan, self._batch)
