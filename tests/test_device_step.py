@@ -1,5 +1,5 @@
-"""A GPU's step without a GPU: fake "cuda" tensors, memory by made-up numbers, which backend is chosen, and the start-up
-checks. What needs the interpreter is in triton_engine_cases.py.
+"""A GPU's step without a GPU: fake "cuda" tensors, which backend is chosen, and the start-up checks. What needs the
+interpreter is in triton_engine_cases.py, memory in test_gpu_memory.py.
 """
 
 from __future__ import annotations
@@ -8,18 +8,16 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, TypeVar
 from unittest.mock import Mock, call
 
-import kit
 import numpy as np
 import pytest
 import tiny
 import torch
 from gpu_stand_in import OnFakeGPU
-from hypothesis import given
-from hypothesis import strategies as st
 from test_cuda_graph import StandInGraph
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -43,20 +41,18 @@ from nanoinfer.distributed.group import ParallelGroups, TensorParallelGroup
 from nanoinfer.distributed.launch import check_devices
 from nanoinfer.layers import device_sampler
 from nanoinfer.layers.device_sampler import DeviceSampling, sample_on_device
-from nanoinfer.layers.sampler import VocabShard, row_logprobs
+from nanoinfer.layers.sampler import Bias, Penalty, SamplingBatch, TokenCounts, VocabShard, row_logprobs
 from nanoinfer.models.qwen3 import Qwen3ForCausalLM
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.step import NewSequence, SchedulerOutput
-from nanoinfer.worker import cuda_graph, device_rows, device_runner, model_runner
+from nanoinfer.step import NewSequence, SchedulerOutput, token_bitmask
+from nanoinfer.worker import cuda_graph, device_rows, device_runner
 from nanoinfer.worker.cuda_graph import DecodeGraphs, graph_sizes
 from nanoinfer.worker.device_runner import DeviceRunner
 from nanoinfer.worker.download import Download
-from nanoinfer.worker.gpu_memory import GPUMemory, num_gpu_blocks
+from nanoinfer.worker.gpu_memory import run_largest_step
 from nanoinfer.worker.input_batch import InputBatch
-from nanoinfer.worker.model_runner import ModelRunner
 
 MODEL = ModelConfig.from_dict({**tiny.Qwen3Config(**tiny.BASE).to_dict(), "model_type": "qwen3"})
-GIB = 2**30
 
 # --- Fake tensors ------------------------------------------------------------------------------------------------
 
@@ -81,13 +77,23 @@ class Devices(TorchDispatchMode):
 Runner = TypeVar("Runner", bound=DeviceRunner)
 
 
-def fake_runner(mode: FakeTensorMode, kind: type[Runner]) -> Runner:
-    limits = SchedulerConfig(8, 64, 128, num_blocks=16, block_size=16)
+def fake_runner(mode: FakeTensorMode, kind: type[Runner], tp: TensorParallelGroup | None = None) -> Runner:
+    limits, tp = SchedulerConfig(8, 64, 128, num_blocks=16, block_size=16), tp or TensorParallelGroup.single()
     with mode, torch.inference_mode(), OnFakeGPU():
-        backend = TritonAttention(4, 2, 32)
-        model = Qwen3ForCausalLM(MODEL, backend, ParallelGroups.single(), torch.bfloat16, "cuda")
+        backend = TritonAttention(4 // tp.size, 2 // tp.size, 32)
+        model = Qwen3ForCausalLM(MODEL, backend, ParallelGroups(tp), torch.bfloat16, "cuda")
         kv_cache = backend.allocate(3, 16, 16, torch.bfloat16, "cuda")
-        return kind(model, backend, kv_cache, limits, VocabShard(), torch.device("cuda"))
+        return kind(model, backend, kv_cache, limits, VocabShard(tp, model.lm_head.first_id), torch.device("cuda"))
+
+
+def make_uploads_fake(monkeypatch: pytest.MonkeyPatch, mode: FakeTensorMode) -> None:
+    def upload(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+        types = [torch.from_numpy(np.empty(0, array.dtype)).dtype for array in arrays]
+        with mode:
+            return [torch.empty(a.size, dtype=t, device=device) for a, t in zip(arrays, types, strict=True)]
+
+    for module in (device_runner, device_rows, device_sampler, triton):
+        monkeypatch.setattr(module, "upload", upload)
 
 
 # The one thing on the host: query_start_loc, which says that each row has one query.
@@ -119,15 +125,9 @@ def test_a_decode_step_stays_on_the_gpu_and_waits_for_nothing() -> None:
 def test_a_decode_step_of_two_ranks_stays_on_the_gpu_and_waits_for_nothing(rank: int) -> None:
     """So a graph can hold it, collectives and all: these are as many as the layers' and the sampler's own."""
     mode, tp = FakeTensorMode(), Alone(rank, 2)
-    limits = SchedulerConfig(8, 64, 128, num_blocks=16, block_size=16)
-    with mode, torch.inference_mode(), OnFakeGPU():
-        backend = TritonAttention(2, 1, 32)
-        model = Qwen3ForCausalLM(MODEL, backend, ParallelGroups(tp), torch.bfloat16, "cuda")
-        kv_cache = backend.allocate(3, 16, 16, torch.bfloat16, "cuda")
-        shard = VocabShard(tp, model.lm_head.first_id)
-        runner = DeviceRunner(model, backend, kv_cache, limits, shard, torch.device("cuda"))
-        with Devices() as devices:
-            tokens, logits = runner.decode(torch.empty(2, 5, dtype=torch.int32, device="cuda"))
+    runner = fake_runner(mode, DeviceRunner, tp)
+    with mode, torch.inference_mode(), OnFakeGPU(), Devices() as devices:
+        tokens, logits = runner.decode(torch.empty(2, 5, dtype=torch.int32, device="cuda"))
     assert tokens.shape == (5,) and tokens.dtype == torch.int64 and logits.shape == (5, 160)
     assert set(devices.elsewhere) <= ON_THE_HOST
     assert tp.calls == ["all_reduce"] * (1 + 2 * 3) + ["all_gather", "all_gather", "all_reduce"]
@@ -238,11 +238,7 @@ def launched(
     runner = fake_runner(mode, FakeDeviceRunner)
     runner.mode = mode
     downloads: list[Any] = []
-
-    def upload(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-        types = [torch.from_numpy(np.empty(0, array.dtype)).dtype for array in arrays]
-        with mode:
-            return [torch.empty(a.size, dtype=t, device=device) for a, t in zip(arrays, types, strict=True)]
+    make_uploads_fake(monkeypatch, mode)
 
     def wait(*_: Any) -> None:
         raise Waits
@@ -250,8 +246,6 @@ def launched(
     monkeypatch.setattr(torch.cuda, "synchronize", wait)
     monkeypatch.setattr(torch.cuda.Stream, "synchronize", wait)
     monkeypatch.setattr(torch.cuda.Event, "synchronize", wait)
-    for module in (device_runner, device_rows, device_sampler, triton):
-        monkeypatch.setattr(module, "upload", upload)
     monkeypatch.setattr(cuda_graph, "upload_to", lambda target, array: None)
     if request.param == "graphs":
         runner.graphs = DecodeGraphs(runner.decode, graph_sizes(8), runner.device, StandInGraph)
@@ -295,6 +289,50 @@ def test_steps_are_launched_without_waiting_for_any(launched: tuple[DeviceRunner
     assert crossings.found == []
     assert [len(of_step) for of_step in tokens] == [1, 1, 2, 2, 2, 2, 2]
     assert all(isinstance(of_step, FakeTensor) and of_step.device.type == "cuda" for of_step in tokens)
+
+
+@needs_triton
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_largest_step_has_its_tensors_on_the_gpu(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What sizes the pool: an operator whose tensors lie on two devices would raise."""
+    mode = FakeTensorMode()
+    runner = fake_runner(mode, FakeDeviceRunner, Alone(0, size))
+    runner.mode = mode
+    make_uploads_fake(monkeypatch, mode)
+    for name in ("full", "arange"):
+        monkeypatch.setattr(torch, name, under_if_on_gpu(mode, getattr(torch, name)))
+    with torch.inference_mode(), OnFakeGPU(), Crossings() as crossings:
+        run_largest_step(runner)
+    assert crossings.found == []
+
+
+def under_if_on_gpu(mode: FakeTensorMode, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def call(*arguments: Any, device: Any = "cpu", **options: Any) -> torch.Tensor:
+        with mode if torch.device(device).type == "cuda" else nullcontext():
+            return make(*arguments, device=device, **options)
+
+    return call
+
+
+@needs_triton
+@pytest.mark.parametrize("size", [1, 2])
+def test_whatever_is_done_to_logits_has_its_tensors_on_the_gpu(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks, bans, biases, penalties, then log-probabilities, up to the moment in which the host reads these."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    make_uploads_fake(monkeypatch, mode)
+    settings = SamplingBatch(*(np.zeros(3) for _ in range(5)), logprobs={0: 2, 2: 1})
+    settings.masks[0], settings.banned[1] = token_bitmask([1, 2], 320), [3, 4]
+    settings.biases[2] = Bias.of({5: 1.0})
+    settings.penalties[1] = Penalty(TokenCounts.of(320, np.arange(9), np.arange(5)), 1.2, 0.1, 0.1)
+    shard = VocabShard(Alone(size - 1, size), 320 // size * (size - 1))
+    with mode, torch.inference_mode(), OnFakeGPU(), Devices() as devices:
+        logits = torch.empty(3, 320 // size, dtype=torch.bfloat16, device="cuda")
+        changed = device_sampler.adjusted(logits, settings, shard)
+        tokens = torch.empty(3, dtype=torch.int64, device="cuda")
+        assert changed.device.type == "cuda" and changed.dtype == torch.float32 and changed.shape == logits.shape
+        with pytest.raises(DataDependentOutputException):
+            row_logprobs(logits, tokens, [0, 1, 2], {0: 2, 1: 1, 2: 1}, shard)
+    assert not [name for name in devices.elsewhere if name.startswith("nanoinfer.")], "our own operators do not check"
 
 
 SYNCHRONIZATIONS: dict[str, Callable[[torch.Tensor], object]] = {
@@ -443,95 +481,6 @@ def test_a_mixed_step_s_decodes_are_sorted_by_length() -> None:
     assert decodes.rows.tolist() == [1, 7, 0] and decodes.block_tables.tolist() == [[1], [3], [0]]
 
 
-# --- Memory ------------------------------------------------------------------------------------------------------
-
-
-def config(**options: Any) -> EngineConfig:
-    return EngineConfig("somewhere", **options)
-
-
-def test_blocks_fill_the_budget_less_what_is_measured() -> None:
-    """80 GiB, of which 1 to the context: 0.9 * 80 = 72, less 16 of weights, 3 and 0.75 measured, 0.25 of reserve."""
-    memory = GPUMemory(80 * GIB, 16 * GIB, 63 * GIB, 3 * GIB, GIB * 3 // 4)
-    assert num_gpu_blocks(config(), GIB, memory) == 52
-    assert num_gpu_blocks(config(gpu_memory_utilization=0.5), GIB, memory) == 20
-
-
-def test_what_others_hold_is_not_counted_as_ours() -> None:
-    alone = GPUMemory(80 * GIB, 16 * GIB, 63 * GIB, GIB, GIB)
-    beside = GPUMemory(80 * GIB, 16 * GIB, 33 * GIB, GIB, GIB)
-    small = config(gpu_memory_utilization=0.4)
-    # The share that was asked for fits beside the other's 30 GiB, so these change nothing.
-    assert num_gpu_blocks(small, GIB, alone) == num_gpu_blocks(small, GIB, beside) == 13
-    # What does not fit on the card cannot be had: 33 free, less 2.25.
-    assert num_gpu_blocks(config(), GIB, beside) == 30
-
-
-@given(
-    st.integers(0, 60), st.integers(0, 40), st.integers(0, 20), st.integers(0, 8), st.floats(0.05, 1.0),
-    st.integers(1, 64),
-)  # fmt: skip
-def test_the_pool_never_exceeds_the_card_or_the_budget(
-    others: int, loaded: int, activations: int, graphs: int, fraction: float, block: int
-) -> None:
-    free = max(0, 80 - others - loaded)
-    memory = GPUMemory(80 * GIB, loaded * GIB, free * GIB, activations * GIB, graphs * GIB)
-    bytes_per_block = block * 2**20
-    try:
-        pool = num_gpu_blocks(config(gpu_memory_utilization=fraction), bytes_per_block, memory) * bytes_per_block
-    except ValueError as error:
-        assert str(bytes_per_block) in str(error) and str(memory.loaded) in str(error)
-        assert "gpu_memory_utilization" in str(error) and "max_num_batched_tokens" in str(error)
-        return
-    assert pool >= bytes_per_block
-    assert pool + memory.activations + memory.graphs < memory.free
-    assert pool + memory.loaded + memory.activations + memory.graphs < fraction * memory.total
-
-
-def test_too_little_memory_says_what_to_change() -> None:
-    full_card = GPUMemory(80 * GIB, 16 * GIB, 4 * GIB, 3 * GIB, GIB)
-    with pytest.raises(ValueError, match="free memory on the card"):
-        num_gpu_blocks(config(), 2**20, full_card)
-    tight_budget = GPUMemory(80 * GIB, 16 * GIB, 63 * GIB, 3 * GIB, GIB)
-    with pytest.raises(ValueError, match="raise gpu_memory_utilization"):
-        num_gpu_blocks(config(gpu_memory_utilization=0.2), 2**20, tight_budget)
-
-
-def test_a_given_number_of_blocks_may_pass_the_budget_but_not_the_card() -> None:
-    memory = GPUMemory(80 * GIB, 16 * GIB, 63 * GIB, 3 * GIB, GIB * 3 // 4)
-    assert num_gpu_blocks(config(num_kvcache_blocks=58, gpu_memory_utilization=0.3), GIB, memory) == 58
-    with pytest.raises(ValueError, match="num_kvcache_blocks=60 needs 64424509440 bytes, and 63350767616 are left"):
-        num_gpu_blocks(config(num_kvcache_blocks=60), GIB, memory)
-
-
-@pytest.mark.parametrize("where", ["the weights", "the largest step", "the KV cache and the CUDA graphs"])
-def test_running_out_of_memory_while_starting_is_told_with_bytes_and_advice(
-    where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By a card of which torch's own error tells the figures."""
-
-    def full(*_: Any, **__: Any) -> None:
-        raise torch.OutOfMemoryError("Tried to allocate 30.00 GiB. GPU 0 has a total capacity of 79.10 GiB")
-
-    def start() -> None:
-        runner = ModelRunner(
-            EngineConfig(str(directory), dtype="float32"), MODEL, directory, 0, ParallelGroups.single()
-        )
-        runner.device = "cuda"
-        runner.capacity()
-
-    directory = kit.checkpoint("tied").directory
-    if where == "the weights":
-        monkeypatch.setattr(model_runner, "load_weights", full)
-    elif where == "the largest step":
-        monkeypatch.setattr(ModelRunner, "_measure_memory", full)
-    else:
-        monkeypatch.setattr(CPUAttention, "allocate", full)
-        start = lambda: kit.make_llm(directory)  # type: ignore[assignment]  # noqa: E731
-    with pytest.raises(ValueError, match=f"for {where} .*30.00 GiB.*79.10 GiB.*lower max_num_batched_tokens"):
-        start()
-
-
 # --- Which backend, and whether there are GPUs --------------------------------------------------------------------
 
 
@@ -590,7 +539,7 @@ def test_every_reason_is_reported_where_nothing_fits(monkeypatch: pytest.MonkeyP
 
 def test_attention_backend_must_be_known() -> None:
     with pytest.raises(ValueError, match="attention_backend is 'xformers'; allowed are 'auto', 'triton'"):
-        config(attention_backend="xformers")
+        EngineConfig("somewhere", attention_backend="xformers")
 
 
 def test_each_rank_needs_a_gpu() -> None:
