@@ -565,7 +565,9 @@ def test_a_rank_takes_its_own_gpu_before_it_meets_the_others(rank: int, monkeypa
     groups = launch.join(rank, 2, "file", "cuda")
     assert (groups.tp.rank, groups.tp.size) == (rank, 2) and os.environ["NCCL_SOCKET_IFNAME"].startswith("lo")
     assert calls.mock_calls[:2] == [call.set_device(rank), call.FileStore("file", 2)]
-    assert calls.mock_calls[2][0] == "init_process_group" and calls.init_process_group.call_args.args == ("nccl",)
+    # However long the others take to load: torch's own limit, 300 s, would be in force at the first collective.
+    assert calls.mock_calls[2] == call.FileStore().set_timeout(launch._NEVER)
+    assert calls.mock_calls[3][0] == "init_process_group" and calls.init_process_group.call_args.args == ("nccl",)
     assert calls.init_process_group.call_args.kwargs["store"] is calls.FileStore.return_value
     assert calls.init_process_group.call_args.kwargs["rank"] == rank
 

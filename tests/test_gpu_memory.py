@@ -5,6 +5,7 @@ How the numbers are measured is in triton_launch_cases.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import kit
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from nanoinfer.attention.cpu import CPUAttention
 from nanoinfer.config import EngineConfig, ModelConfig
 from nanoinfer.distributed.group import ParallelGroups
+from nanoinfer.executor.uniproc import UniprocExecutor
 from nanoinfer.worker import model_runner
 from nanoinfer.worker.gpu_memory import GPUMemory, num_gpu_blocks
 from nanoinfer.worker.model_runner import ModelRunner
@@ -105,3 +107,13 @@ def test_running_out_of_memory_while_starting_is_told_with_bytes_and_advice(
         monkeypatch.setattr(CPUAttention, "allocate", full)
     with pytest.raises(ValueError, match=f"for {where} .*30.00 GiB.*79.10 GiB.*lower max_num_batched_tokens"):
         kit.make_llm(directory) if where.startswith("the KV") else start()
+
+
+@pytest.mark.parametrize(("device", "option"), [("cpu", "cpu_kvcache_gib"), ("cuda", "gpu_memory_utilization")])
+def test_where_the_pool_limits_the_length_it_is_said_how_to_make_it_larger(
+    device: str, option: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    capacity = UniprocExecutor.capacity
+    monkeypatch.setattr(UniprocExecutor, "capacity", lambda self: replace(capacity(self), device=device))
+    kit.make_llm(kit.checkpoint("tied").directory, num_kvcache_blocks=4, kvcache_block_size=8)
+    assert "max_model_len is lowered from 256 to 32" in caplog.text and f"{option} or num_kvcache_blocks" in caplog.text
