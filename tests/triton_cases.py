@@ -282,6 +282,27 @@ def test_blocks_beyond_two_to_the_31_elements(dtype: torch.dtype) -> None:
     assert_near(out[4:], expected[4:])
 
 
+def test_an_empty_batch_is_no_work() -> None:
+    """Not even a grid of no programs, which CUDA refuses, where a kernel has one program or more to a row."""
+    x, cache = torch.empty(0, 8), torch.full((2, 1, 16, 8), 7.0)
+    one, i64, i32, f64 = torch.ones(8), *(torch.empty(0, dtype=d) for d in (torch.int64, torch.int32, torch.float64))
+    row, tables = torch.empty(0), torch.empty(0, 4, dtype=torch.int32)
+    assert norm.rms_norm(x, one, 1e-6).shape == norm.add_rms_norm(x, x.clone(), one, 1e-6).shape == (0, 8)
+    assert activation.silu_and_mul(x).shape == (0, 4)
+    q = kv_store.norm_rotate_store(x.view(0, 4, 8), one, one, x[:, :4], x[:, :4], cache, cache, i64, 1e-6)
+    assert q.shape == (0, 2, 8)
+    kv_store.store_kv(x.view(0, 1, 8), x.view(0, 1, 8), cache, cache, i64)
+    decode.paged_decode(x.view(0, 1, 8), cache, cache, tables, i32, i32, x.view(0, 1, 8), 1.0, 4, 1)
+    starts, items = torch.zeros(1, dtype=torch.int32), torch.empty(0, 2, dtype=torch.int32)
+    prefill.paged_prefill(x.view(0, 1, 8), cache, cache, tables, i32, starts, items, x.view(0, 1, 8), 1.0)
+    best, winners = sampler.row_argmax(x)
+    least = threshold.sampling_threshold(x, best, row, row, i32, row)
+    sums = sampler.segment_sums(x, best, row, least)
+    assert sampler.choose(x, best, winners, row, least, sums, f64).shape == winners.shape == (0,)
+    sampler.penalize(x, i32, torch.empty(0, 8, dtype=torch.int32), row, row, row)
+    assert bool((cache == 7).all())
+
+
 def test_each_query_has_exactly_one_work_item() -> None:
     starts = np.array([0, 3, 3 + 64, 3 + 64 + 65, 3 + 64 + 65 + 1])
     items = prefill.work_items(starts, np.array([3, 64, 65, 501]), np.array([0, 2, 3]), 64)

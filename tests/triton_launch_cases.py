@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.jit import JITFunction
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.triton import TritonAttention
@@ -72,6 +73,35 @@ def test_a_launch_binds_and_compiles_as_on_a_gpu() -> None:
     assert name == "rms_norm_kernel" == triton_launcher.launched[-1] and "fp32" in key
     with pytest.raises(TypeError):
         norm.rms_norm_kernel[(1,)](x, x)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        tool.Shape(),
+        tool.Shape(63, 97, 3, 1, 24, 323, 5, torch.float32),
+        tool.Shape(64, 1, 1, 1, 2, 1, 1, torch.float16),
+    ],
+)
+def test_what_is_compiled_ahead_of_time_is_what_a_launch_compiles(
+    shape: tool.Shape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Types, constants (ones among them) and what is known to be a multiple of 16: else the report is of kernels that
+    nobody runs."""
+    found: list[tuple[Any, ...]] = []
+
+    def note(
+        self: Any, key: str, signature: Any, device: Any, constants: Any, options: Any, attributes: Any, *_: Any
+    ) -> None:
+        found.append((signature, constants, {path: what for path, what in attributes.items() if what}))
+
+    monkeypatch.setattr(JITFunction, "_do_compile", note)
+    for launch in tool.launches_of(shape, num_seqs=3):
+        launch.kernel[(1,)](*launch.arguments, **launch.options)
+        source = tool._source(launch)
+        attributes = dict(source.attrs)
+        assert found[-1] == (source.signature, source.constants, attributes), launch.name
+    assert len(found) > 15
 
 
 class Kernels(TorchDispatchMode):
