@@ -106,6 +106,18 @@ def test_what_is_compiled_is_what_is_launched() -> None:
     assert decode.options["GROUP"] == 4 and decode.arguments[0].dtype == torch.float16
 
 
+def test_grids_are_within_cuda_s_limits() -> None:
+    """Of a hundred thousand tokens, each a tile of its own, and a thousand sequences."""
+    from nanoinfer.kernels.triton import compile as tool
+
+    small = tool.Shape(8, 8, 2, 1, 2, 600, 1)
+    by_sequence = ("paged_decode_kernel", "merge_splits_kernel")
+    launches = [one for one in tool.launches_of(small, num_seqs=1000) if one.name in by_sequence]
+    launches += [one for one in tool.launches_of(small, num_seqs=100_000) if one.name not in by_sequence]
+    for launch in launches:
+        assert launch.grid[0] < 2**31 and max((1, *launch.grid[1:])) < 2**16, launch.name
+
+
 @pytest.mark.parametrize(
     ("num_seqs", "max_seq_len", "expected"),
     [(1, 64, 1), (1, 8192, 32), (8, 8192, 4), (20, 8192, 2), (64, 8192, 1), (256, 8192, 1)],

@@ -55,6 +55,7 @@ class Shape:
 @dataclass(frozen=True)
 class Launch:
     kernel: Any
+    grid: tuple[int, ...]
     arguments: tuple[Any, ...]
     options: dict[str, Any]
 
@@ -82,7 +83,7 @@ class _Recorder:
         self._kernel, self._launches = kernel, launches
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *arguments, **options: self._launches.append(Launch(self._kernel, arguments, options))
+        return lambda *arguments, **options: self._launches.append(Launch(self._kernel, grid, arguments, options))
 
 
 @contextlib.contextmanager

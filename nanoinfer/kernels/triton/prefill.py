@@ -136,9 +136,10 @@ def paged_prefill_kernel(
     TILE: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Program (KV head, work item). scale includes log2(e): exponentials are powers of two."""
-    kv_head, item = tl.program_id(0), tl.program_id(1)
+    """Program work item * KV heads + KV head: only a grid's first dimension may be above 65535. scale includes log2(e):
+    exponentials are powers of two."""
     num_kv_heads = num_heads // GROUP
+    kv_head, item = tl.program_id(0) % num_kv_heads, tl.program_id(0) // num_kv_heads
     seq = tl.load(items + 2 * item).to(tl.int64)
     first_query = tl.load(items + 2 * item + 1)
     query_start, query_stop = tl.load(query_start_loc + seq), tl.load(query_start_loc + seq + 1)
@@ -209,7 +210,7 @@ def paged_prefill(
     num_kv_heads, block_size = k_cache.shape[1:3]
     group, config = num_heads // num_kv_heads, config_for(q.dtype, head_dim)
     if len(items):
-        paged_prefill_kernel[(num_kv_heads, len(items))](
+        paged_prefill_kernel[(num_kv_heads * len(items),)](
             q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, items, out, scale * _LOG2_E,
             block_tables.stride(0), num_heads, BLOCK_SIZE=block_size, HEAD_DIM=head_dim,
             BLOCK_DIM=max(16, triton.next_power_of_2(head_dim)), GROUP=group,
