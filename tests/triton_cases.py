@@ -383,6 +383,23 @@ def test_draw(dtype: torch.dtype, rows: int, columns: int, seed: int) -> None:
     assert torch.equal(tokens, reference.draw(logits, best, inverse, least, sums.sum(dim=-1) * 1.001))
 
 
+def test_draw_on_the_edges_of_tokens_and_segments() -> None:
+    """Of 1200 equal tokens, each weighs 1: a target is the column, up to where the next begins; greedy rows aside."""
+    targets = torch.tensor([0.0, 0.5, 1.0, 511.0, 511.5, 512.0, 513.0, 1023.0, 1024.0, 1199.0], dtype=torch.float64)
+    n = len(targets)
+    logits, best, ones, least = torch.zeros(n, 1200), torch.zeros(n), torch.ones(n), torch.full((n,), -math.inf)
+    sums = sampler.segment_sums(logits, best, ones, least)
+    assert sums.tolist() == [[512.0, 512.0, 176.0]] * n
+    columns = targets.long()
+    assert torch.equal(sampler.draw(logits, best, ones, least, sums, targets), columns)
+    assert torch.equal(reference.draw(logits, best, ones, least, targets), columns)
+    # As shares: in 1024 columns these are exact.
+    shares, logits = torch.arange(n, dtype=torch.float64) / 16, logits[:, :1024]
+    sums = sampler.segment_sums(logits, best, ones, least)
+    tokens = sampler.choose(logits, best, torch.full((n,), 5), ones, least, sums, shares)
+    assert tokens.tolist() == [64 * i for i in range(n)]
+
+
 def parallel_sums(x: np.ndarray) -> np.ndarray:
     """Cumulative ones along the last dimension, added as a GPU does (Hillis and Steele, 1986)."""
     sums = x.copy()
