@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.jit import JITFunction
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.triton import TritonAttention
@@ -53,10 +54,13 @@ def instant_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def llm(tmp_path: Path) -> Iterator[LLM]:
+def llm(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
+    """request.param: whether to do without graphs; not, unless a test says so."""
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     options: dict[str, Any] = {"load_format": "dummy", "device": "cpu", "dtype": "bfloat16", "seed": 0}
     options |= {"max_num_seqs": 20, "max_num_batched_tokens": 256, "num_kvcache_blocks": 1300, "max_model_len": 40000}
+    options["enforce_eager"] = getattr(request, "param", False)
+    triton_launcher.forget([kernel for module in tool._MODULES for kernel in vars(module).values()])
     with LLM(tmp_path, **options) as made:
         yield made
 
@@ -69,6 +73,35 @@ def test_a_launch_binds_and_compiles_as_on_a_gpu() -> None:
     assert name == "rms_norm_kernel" == triton_launcher.launched[-1] and "fp32" in key
     with pytest.raises(TypeError):
         norm.rms_norm_kernel[(1,)](x, x)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        tool.Shape(),
+        tool.Shape(63, 97, 3, 1, 24, 323, 5, torch.float32),
+        tool.Shape(64, 1, 1, 1, 2, 1, 1, torch.float16),
+    ],
+)
+def test_what_is_compiled_ahead_of_time_is_what_a_launch_compiles(
+    shape: tool.Shape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Types, constants (ones among them) and what is known to be a multiple of 16: else the report is of kernels that
+    nobody runs."""
+    found: list[tuple[Any, ...]] = []
+
+    def note(
+        self: Any, key: str, signature: Any, device: Any, constants: Any, options: Any, attributes: Any, *_: Any
+    ) -> None:
+        found.append((signature, constants, {path: what for path, what in attributes.items() if what}))
+
+    monkeypatch.setattr(JITFunction, "_do_compile", note)
+    for launch in tool.launches_of(shape, num_seqs=3):
+        launch.kernel[(1,)](*launch.arguments, **launch.options)
+        source = tool._source(launch)
+        attributes = dict(source.attrs)
+        assert found[-1] == (source.signature, source.constants, attributes), launch.name
+    assert len(found) > 15
 
 
 class Kernels(TorchDispatchMode):
@@ -108,6 +141,7 @@ def test_a_decode_step_is_few_kernels(num_seqs: int, merges: int) -> None:
     assert others.names.total() - others.names["linear"] <= 4, others.names
 
 
+@pytest.mark.parametrize("llm", [False, True], indirect=True, ids=["graphs", "eager"])
 def test_nothing_is_compiled_once_the_engine_has_started(llm: LLM) -> None:
     """Mixed steps, chunks, filters, penalties, biases, masks, one sequence and twenty: what they launch is known."""
     runner = llm.engine.executor.runner  # type: ignore[attr-defined]
@@ -119,7 +153,7 @@ def test_nothing_is_compiled_once_the_engine_has_started(llm: LLM) -> None:
         {}, {"temperature": 0.0}, {"top_k": 20, "top_p": 0.95}, {"min_p": 0.1}, {"repetition_penalty": 1.2},
         {"logit_bias": {5: 1.0}, "top_p": 0.9}, {"allowed_token_ids": [0, 4]}, {"logprobs": 3},
     ]  # fmt: skip
-    for num_seqs in (1, 3, 20):
+    for num_seqs in (1, 3, 4, 7, 20):
         prompts = [rng.integers(1, 10000, rng.integers(1, 300)).tolist() for _ in range(num_seqs)]
         params = [
             SamplingParams(max_tokens=int(rng.integers(1, 9)), ignore_eos=True, **kinds[i % len(kinds)])

@@ -83,7 +83,8 @@ def run_largest_step(runner: DeviceRunner) -> None:
     """A step of the whole token budget and as many sequences as may run; stores nothing.
 
     It is sampled with every filter, then once more with penalties, for which logits are copied in float32 and counts
-    are sent. So what a later step may launch is compiled as well.
+    are sent; decodes of each size follow, since kernels differ by the number of splits. So what a later step may launch
+    is compiled as well, with graphs and without.
     """
     from nanoinfer.kernels.triton import inputs, sampler
 
@@ -116,6 +117,8 @@ def run_largest_step(runner: DeviceRunner) -> None:
     wide, rows = logits.to(torch.float32, copy=True), torch.arange(num_seqs, dtype=torch.int32, device=logits.device)
     sampler.penalize(wide, rows, torch.zeros_like(wide, dtype=torch.int32), of_all(1.0), of_all(0.0), of_all(0.0))
     inputs.store_tokens(runner.rows.last_token, rows.fill_(-1), sample_on_device(wide, sampling, runner.shard))
+    for size in graph_sizes(limits.max_num_seqs):
+        runner.decode(torch.full((2, size), -1, dtype=torch.int32, device=logits.device))
 
 
 def graph_bytes(
