@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import mmap
 import os
 import re
 import shutil
@@ -43,24 +44,36 @@ def randn(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-# Widths of outputs: any, and those that are whole cache lines, which are stored in another way.
-WIDTHS = st.one_of(st.integers(1, 100), st.integers(1, 10).map(lambda lines: 32 * lines))
+# Widths of outputs: any, those that are whole cache lines, which are stored in another way, and one with so many strips
+# for each of two threads that activations are copied. Of inputs: any, and whole tiles, which need no copy.
+WIDTHS = st.one_of(st.integers(1, 100), st.integers(1, 10).map(lambda lines: 32 * lines), st.just(6432))
+INPUTS = st.one_of(st.integers(1, 200), st.integers(1, 6).map(lambda tiles: 32 * tiles))
+
+
+def at_the_end_of_memory(x: torch.Tensor) -> torch.Tensor:
+    """A copy of x, right behind which nothing can be read."""
+    page = mmap.PAGESIZE
+    size = -(-x.nbytes // page) * page
+    memory = mmap.mmap(-1, size + page)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address + size), page, 0) == 0
+    return torch.frombuffer(memory, dtype=x.dtype, count=x.numel(), offset=size - x.nbytes).view(x.shape).copy_(x)
 
 
 @needs_amx
 @settings(max_examples=120, deadline=None)
-@given(st.integers(1, 300), st.integers(1, 200), WIDTHS, st.booleans(), st.integers(0, 1000))
+@given(st.integers(1, 300), INPUTS, WIDTHS, st.booleans(), st.integers(0, 1000))
 def test_packed_linear_is_the_plain_product(rows: int, k: int, n: int, has_bias: bool, seed: int) -> None:
     assert KERNELS is not None
     x, weight = (randn(size, k, seed=seed + i, dtype=torch.bfloat16) for i, size in enumerate((rows, n)))
     bias = randn(n, seed=seed + 2, dtype=torch.bfloat16) if has_bias else None
     expected = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
-    assert relative_error(KERNELS.linear(x, KERNELS.pack(weight), bias), expected) < 1e-2
+    assert relative_error(KERNELS.linear(at_the_end_of_memory(x), KERNELS.pack(weight), bias), expected) < 1e-2
 
 
 @needs_amx
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 70), st.integers(1, 100), WIDTHS, st.integers(0, 1000))
+@given(st.integers(1, 70), INPUTS, WIDTHS, st.integers(0, 1000))
 def test_packed_gated_linear_is_product_then_silu_and_mul(rows: int, k: int, n: int, seed: int) -> None:
     assert KERNELS is not None
     x, weight = (randn(size, k, seed=seed + i, dtype=torch.bfloat16) for i, size in enumerate((rows, 2 * n)))

@@ -74,11 +74,13 @@ static void pack_queries(const bf16 *q, int64_t group, int64_t head_dim, float s
     }
 }
 
-// When the i-th of `count` tiles at `at` is used. `next` is what will be used after them; null: nothing is to be fetched.
-static inline void fetch_ahead(const void *at, int64_t i, int64_t count, const void *next) {
+// When the i-th of `count` tiles at `at` is used: lines FROM to TO - 1 of the tile LEAD later, a few between one load and
+// the next, since 16 at once would block the loads behind them (3 to 5 % fewer bytes a second). `next` is what will be used
+// after those tiles; null: nothing is to be fetched.
+template <int FROM, int TO> static inline void fetch_ahead(const void *at, int64_t i, int64_t count, const void *next) {
     const char *tile = i + LEAD < count ? (const char *)at + (i + LEAD) * TILE_BYTES : (const char *)next + (i + LEAD - count) * TILE_BYTES;
     if (next == nullptr) return;
-    for (int64_t line = 0; line < TILE_BYTES; line += 64) _mm_prefetch(tile + line, _MM_HINT_T1);
+    for (int64_t line = FROM; line < TO; ++line) _mm_prefetch(tile + line * 64, _MM_HINT_T1);
 }
 
 #define PRODUCT(sums, left, right) \
@@ -93,15 +95,19 @@ static void score(const T *keys, int64_t count, int64_t head_dim, const T *queri
     _tile_zero(0);
     _tile_zero(1);
     for (int64_t i = 0; i < tiles; ++i) {
+        fetch_ahead<0, 5>(keys, i, all, next);
         _tile_loadd(3, queries + i * step * rows, rows * 4);
-        fetch_ahead(keys, i, all, next);
+        fetch_ahead<5, 10>(keys, i, all, next);
         _tile_loadd(2, keys + i * step * 16, 64);
+        fetch_ahead<10, 16>(keys, i, all, next);
         PRODUCT(0, 2, 3);
     }
     for (int64_t i = tiles; i < all; ++i) {
+        fetch_ahead<0, 5>(keys, i, all, next);
         _tile_loadd(3, queries + (i - tiles) * step * rows, rows * 4);
-        fetch_ahead(keys, i, all, next);
+        fetch_ahead<5, 10>(keys, i, all, next);
         _tile_loadd(2, keys + i * step * 16, 64);
+        fetch_ahead<10, 16>(keys, i, all, next);
         PRODUCT(1, 2, 3);
     }
     _tile_stored(0, scores, rows * 4);
@@ -184,13 +190,15 @@ static void weigh(const bf16 *values, int64_t head_dim, const bf16 *weights, int
     _tile_loadd(6, weights, 64);
     for (int64_t i = 0; i < tiles; i += 2) {
         float *out = outputs + i * 16;
-        fetch_ahead(values, i, tiles, next);
+        fetch_ahead<0, 8>(values, i, tiles, next);
         _tile_loadd(4, out, head_dim * 4);
         _tile_loadd(7, values + i * 512, 64);
+        fetch_ahead<8, 16>(values, i, tiles, next);
         _tile_dpbf16ps(4, 6, 7);
-        fetch_ahead(values, i + 1, tiles, next);
+        fetch_ahead<0, 8>(values, i + 1, tiles, next);
         _tile_loadd(5, out + 16, head_dim * 4);
         _tile_loadd(2, values + (i + 1) * 512, 64);
+        fetch_ahead<8, 16>(values, i + 1, tiles, next);
         _tile_dpbf16ps(5, 6, 2);
         _tile_stored(4, out, head_dim * 4);
         _tile_stored(5, out + 16, head_dim * 4);
@@ -203,10 +211,11 @@ static void weigh(const int8_t *values, int64_t head_dim, const int8_t *weights,
     _tile_loadd(6, weights, 32);
     for (int64_t d = 0; d < head_dim; d += 32) {
         // Two groups of 16 dims are one tile's worth.
-        fetch_ahead(values, d / 32, head_dim / 32, next);
+        fetch_ahead<0, 8>(values, d / 32, head_dim / 32, next);
         _tile_zero(4);
         _tile_loadd(7, values + d * TOKENS, 64);
         _tile_dpbssd(4, 6, 7);
+        fetch_ahead<8, 16>(values, d / 32, head_dim / 32, next);
         _tile_zero(5);
         _tile_loadd(7, values + (d + 16) * TOKENS, 64);
         _tile_dpbssd(5, 6, 7);

@@ -5,9 +5,10 @@
 //     int8  [strip][input / 64][2 halves of 16 outputs][16 quads of inputs][16 outputs][4 inputs]
 // One piece of 16 x 16 is an AMX tile of 1 KB; a strip is read from front to back, so memory sees one stream per thread.
 //
-// In int8, both factors are symmetric, row by row: x = q * scale, scale = max |x| / 127. A row of x is quantized when it
-// is packed, a row of the weight (an output) once, at load: y = (q W^T) * scale of the row * scale of the output. Scales of
-// the outputs: [strip][32] float32. Padding is zero in the weight alone: what stands opposite may be any integer.
+// The activations' tiles are loaded from where they lie, or from a copy, padded to a whole number of tiles. In int8,
+// both factors are symmetric, row by row: x = q * scale, scale = max |x| / 127. A row of x is quantized to a copy, a row of
+// the weight (an output) once, at load: y = (q W^T) * scale of the row * scale of the output. Scales of the outputs:
+// [strip][32] float32. Padding is zero in the weight alone: what stands opposite may be any integer.
 
 #include "common.h"
 
@@ -15,10 +16,12 @@
 #include <unistd.h>
 
 #if defined(HAVE_AMX) && defined(__AMX_INT8__)
-// Bytes of packed activations that stay in a core's L2 cache while strips go by.
-static const int64_t PACKED_BYTES = 1 << 20;
+// Bytes of activations that stay in a core's L2 cache while strips go by.
+static const int64_t RESIDENT_BYTES = 1 << 20;
 // Threads share rows rather than strips from so many rows a thread on: with fewer, each would read weights for too little.
 static const int64_t ROWS_PER_THREAD = 128;
+// Activations are copied where so many strips read them: rows a power of two apart share sets of the caches, which costs 4 %.
+static const int64_t STRIPS_PER_COPY = 100;
 // Bytes by which the weights of few rows are fetched ahead.
 static const int64_t AHEAD = 2048;
 static const int64_t TILE_BYTES = 1024;
@@ -45,9 +48,9 @@ struct Block {
 // Rows with a smaller maximum count as zero; keeps 127 / maximum finite.
 static const float TINY = 1e-30f;
 
-// One row to int8, 64 inputs at a time to out, out + stride, ...; the last ones zero-padded. Returns the scale, NaN if
-// there is a NaN: as integers, bf16 magnitudes are in order, and NaN is above infinity.
-static float quantize_row(const bf16 *x, int64_t k, int8_t *out, int64_t stride) {
+// One row to int8, zero-padded to a multiple of 64 inputs. Returns the scale, NaN if there is a NaN: as integers, bf16
+// magnitudes are in order, and NaN is above infinity.
+static float quantize_row(const bf16 *x, int64_t k, int8_t *out) {
     const __m512i low = _mm512_set1_epi32(0xffff), magnitude = _mm512_set1_epi16(0x7fff);
     const auto load = [&](int64_t i) {
         const int64_t left = k - i;
@@ -59,10 +62,10 @@ static float quantize_row(const bf16 *x, int64_t k, int8_t *out, int64_t stride)
     float largest = to_float((bf16)_mm512_reduce_max_epu32(pairs));
     largest = largest < TINY ? TINY : largest;
     const __m512 inverse = _mm512_set1_ps(127.0f / largest);
-    for (int64_t start = 0; start < k; start += 64, out += stride)
-        for (int64_t i = 0; i < 64; i += 32) {
+    for (int64_t start = 0; start < k; start += 64)
+        for (int64_t i = start; i < start + 64; i += 32) {
             // The first and the second of each pair are float32 as they lie there, but for 16 bits that are cleared.
-            const __m512i pair = load(start + i);
+            const __m512i pair = load(i);
             const __m512 first = _mm512_castsi512_ps(_mm512_slli_epi32(pair, 16));
             const __m512 second = _mm512_castsi512_ps(_mm512_andnot_si512(low, pair));
             const __m512i q = _mm512_mask_blend_epi16(
@@ -73,31 +76,15 @@ static float quantize_row(const bf16 *x, int64_t k, int8_t *out, int64_t stride)
     return largest / 127.0f;
 }
 
-// Rows [0, count) of x to tiles [k / 32][count][32], padded with zeros up to a multiple of 32 inputs. Lines of `ahead`,
-// which is wanted next, are fetched meanwhile.
-static void pack_rows(const bf16 *x, int64_t row_stride, int64_t count, int64_t k, const char *ahead, bf16 *packed, float *) {
-    for (int64_t kt = 0; kt < (k + 31) / 32; ++kt) {
-        const __mmask32 mask = k - kt * 32 >= 32 ? ~0u : (1u << (k - kt * 32)) - 1;
-        for (int64_t r = 0; r < count; ++r) {
-            _mm512_store_si512(packed + (kt * count + r) * 32, _mm512_maskz_loadu_epi16(mask, x + r * row_stride + kt * 32));
-            _mm_prefetch(ahead + (kt * count + r) * 64, _MM_HINT_T1);
-        }
-    }
-}
-
 static inline void fetch_lines(const char *at, int64_t lines) {
     for (int64_t line = 0; line < lines; ++line) _mm_prefetch(at + line * 64, _MM_HINT_T1);
 }
 
-// The same to int8, [k / 64][count][64], and each row's scale.
-static void pack_rows(const bf16 *x, int64_t row_stride, int64_t count, int64_t k, const char *ahead, int8_t *packed,
-                      float *row_scales) {
-    const int64_t k_tiles = (k + 63) / 64;
-    for (int64_t r = 0; r < count; ++r, ahead += k_tiles * 64) {
-        fetch_lines(ahead, k_tiles);
-        row_scales[r] = quantize_row(x + r * row_stride, k, packed + r * 64, count * 64);
-    }
+// One row, padded with zeros up to a multiple of 32 inputs.
+static void copy_row(const bf16 *x, int64_t k, bf16 *out, float *) {
+    for (int64_t i = 0; i < k; i += 32) _mm512_store_si512(out + i, _mm512_maskz_loadu_epi16(k - i >= 32 ? ~0u : (1u << (k - i)) - 1, x + i));
 }
+static void copy_row(const bf16 *x, int64_t k, int8_t *out, float *scale) { *scale = quantize_row(x, k, out); }
 
 static inline __m512 load_bias(const bf16 *bias, int64_t column, int64_t n) {
     return bias && column < n ? load16(bias + column, lanes(n - column)) : _mm512_setzero_ps();
@@ -140,12 +127,16 @@ template <typename T> static inline void finish_row(const Block &block, int64_t 
     if constexpr (sizeof(T) == 1) _tile_dpbssd(sums, rows, weights); \
     else _tile_dpbf16ps(sums, rows, weights)
 
-// Up to 32 packed rows (`top` of them in a, `rest` in a1) by one strip. Everything that waits for memory stands between the
-// tile operations, since bursts would block the loads behind them: fetches of what is wanted next, LINES for each tile,
-// and the rows of the block before, which go to the output.
+// Up to 32 rows of activations, row_bytes apart (16 at a and, if TWO, up to 16 at a1), by one strip. Everything that waits
+// for memory stands between the tile operations, since bursts would block the loads behind them: fetches of what is wanted
+// next, LINES for each tile, and the rows of the block before, which go to the output.
+//
+// After half a microsecond of tile loads and products alone, a tile store takes 0.3 us (seen on a 4th generation Xeon in a
+// virtual machine; the cause is not known), and none if there was another store of 512 bits or a tile meanwhile: hence the
+// one within, which means nothing.
 template <bool TWO, int LINES, typename T>
-static void multiply(const T *a, int64_t top, const T *a1, int64_t rest, const char *strip, const char *ahead,
-                     const Linear<T> &linear, const Block &before, Block &block) {
+static void multiply(const T *a, const T *a1, int64_t row_bytes, const char *strip, const char *ahead, const Linear<T> &linear,
+                     const Block &before, Block &block) {
     _tile_zero(0);
     _tile_zero(1);
     if (TWO) {
@@ -153,20 +144,21 @@ static void multiply(const T *a, int64_t top, const T *a1, int64_t rest, const c
         _tile_zero(3);
     }
     const int64_t inputs = 64 / sizeof(T);
-    for (int64_t kt = 0; kt < linear.k_tiles; ++kt, strip += 2 * TILE_BYTES, ahead += LINES * 64) {
+    for (int64_t kt = 0; kt < linear.k_tiles; ++kt, a += inputs, a1 += inputs, strip += 2 * TILE_BYTES, ahead += LINES * 64) {
         fetch_lines(ahead, LINES / 4);
         _tile_loadd(6, strip, 64);
-        _tile_loadd(4, a + kt * top * inputs, 64);
+        _tile_loadd(4, a, row_bytes);
         PRODUCT(0, 4, 6);
         fetch_lines(ahead + LINES / 4 * 64, LINES / 4);
         _tile_loadd(7, strip + TILE_BYTES, 64);
         PRODUCT(1, 4, 7);
         fetch_lines(ahead + LINES / 2 * 64, LINES / 4);
         if (TWO) {
-            _tile_loadd(5, a1 + kt * rest * inputs, 64);
+            _tile_loadd(5, a1, row_bytes);
             PRODUCT(2, 5, 6);
         }
         if (kt < before.rows) finish_row(before, kt, linear);
+        else if (LINES < 32 && kt % 16 == 15) _tile_stored(7, block.sums, 64);
         fetch_lines(ahead + LINES * 3 / 4 * 64, LINES / 4);
         if (TWO) {
             PRODUCT(3, 5, 7);
@@ -181,41 +173,45 @@ static void multiply(const T *a, int64_t top, const T *a1, int64_t rest, const c
     }
 }
 
-// One thread's rows [first_row, last_row) by its strips [first, last). The rows are packed by the thread that reads them:
-// a barrier, and lines that another core has just written, would cost more than the copy.
+// One thread's rows [first_row, last_row) by its strips [first, last). FEW: there are no more than 32 rows. Rows that have to
+// be copied are copied by the thread that reads them: a barrier, and lines that another core has just written, would cost more.
 template <bool FEW, typename T>
 static void multiply_range(const bf16 *x, int64_t x_stride, int64_t k, const Linear<T> &linear, int64_t first_row,
                            int64_t last_row, int64_t first, int64_t last) {
-    const int64_t inputs = 64 / sizeof(T), row_size = linear.k_tiles * inputs, strip_bytes = linear.k_tiles * 2 * TILE_BYTES;
-    const int64_t most = std::max<int64_t>(32, PACKED_BYTES / (linear.k_tiles * 64) / 32 * 32);
-    const int64_t at_once = std::min(most, (last_row - first_row + 31) / 32 * 32);
-    // A tile of fewer rows than 16 is read beyond its end.
-    const int64_t packed_bytes = at_once * linear.k_tiles * 64 + TILE_BYTES;
-    char *memory = scratch<char>(packed_bytes + at_once * (16 * sizeof(bf16) + sizeof(float)));
-    T *packed = (T *)memory;
-    bf16 *halves = (bf16 *)(memory + packed_bytes);
+    const bool copies = sizeof(T) == 1 || k % 32 || last - first >= STRIPS_PER_COPY;
+    const int64_t strip_bytes = linear.k_tiles * 2 * TILE_BYTES, row_bytes = copies ? (linear.k_tiles + 1) * 64 : x_stride * sizeof(bf16);
+    const int64_t most = std::max<int64_t>(32, RESIDENT_BYTES / (linear.k_tiles * 64) / 32 * 32);
+    const int64_t at_once = std::min(most, last_row - first_row);
+    const int64_t copy_bytes = copies ? at_once * row_bytes : 0;
+    char *memory = scratch<char>(copy_bytes + at_once * (16 * sizeof(bf16) + sizeof(float)));
+    T *copy = (T *)memory;
+    bf16 *halves = (bf16 *)(memory + copy_bytes);
     float *row_scales = (float *)(halves + at_once * 16);
     const char *weights = (const char *)linear.packed;
+    if (FEW) fetch_lines(weights + first * strip_bytes, AHEAD / 64);
     Block blocks[2];
-    for (int64_t start = first_row; start < last_row; start += at_once) {
-        const int64_t rows = std::min(at_once, last_row - start);
-        for (int64_t r = 0; r < rows; r += 16)
-            pack_rows(x + (start + r) * x_stride, x_stride, std::min<int64_t>(16, rows - r), k,
-                      weights + first * strip_bytes + r * linear.k_tiles * 64, packed + r * row_size, row_scales + r);
+    for (int64_t begin = first_row; begin < last_row; begin += at_once) {
+        // Tiles hold 16 rows (or all, of few): the last block begins where it overlaps the one before.
+        const int64_t start = FEW ? begin : std::min(begin, last_row - 32), rows = std::min(at_once, last_row - start);
+        for (int64_t r = 0; copies && r < rows; ++r) {
+            fetch_lines(weights + first * strip_bytes + r * linear.k_tiles * 64, linear.k_tiles);
+            copy_row(x + (start + r) * x_stride, k, copy + r * row_bytes / sizeof(T), row_scales + r);
+        }
+        const T *activations = copies ? copy : (const T *)(x + start * x_stride);
         int turn = 0;
         blocks[1].rows = 0;
         for (int64_t strip = first; strip < last; ++strip)
-            for (int64_t r = 0; r < rows; r += 32, turn ^= 1) {
-                const int64_t top = std::min<int64_t>(16, rows - r), rest = std::min<int64_t>(16, rows - r - top);
-                const T *a = packed + r * row_size, *a1 = a + 16 * row_size;
+            for (int64_t done = 0; done < rows; done += 32, turn ^= 1) {
+                const int64_t left = rows - done, count = FEW ? left : left > 16 ? 32 : 16, r = std::min(done, rows - count);
+                const T *a = activations + r * row_bytes / (int64_t)sizeof(T), *a1 = a + 16 * row_bytes / (int64_t)sizeof(T);
                 Block &block = blocks[turn];
-                block.row = start + r, block.rows = top + rest, block.strip = strip, block.row_scales = row_scales + r;
+                block.row = start + r, block.rows = count, block.strip = strip, block.row_scales = row_scales + r;
                 block.halves = halves + r * 16;
                 const char *at = weights + strip * strip_bytes;
                 // Few rows: this strip, a little later. Many: the next strip, a part of it with every 32 rows.
-                const char *ahead = at + (FEW ? AHEAD : strip_bytes + r / 32 * linear.k_tiles * 256);
-                if (rest) multiply<true, FEW ? 32 : 4>(a, top, a1, rest, at, ahead, linear, blocks[turn ^ 1], block);
-                else multiply<false, FEW ? 32 : 4>(a, top, a, 0, at, ahead, linear, blocks[turn ^ 1], block);
+                const char *ahead = at + (FEW ? AHEAD : strip_bytes + done / 32 * linear.k_tiles * 256);
+                if (count > 16) multiply<true, FEW ? 32 : 4>(a, a1, row_bytes, at, ahead, linear, blocks[turn ^ 1], block);
+                else multiply<false, FEW ? 32 : 4>(a, a, row_bytes, at, ahead, linear, blocks[turn ^ 1], block);
             }
         for (int64_t r = 0; r < blocks[turn ^ 1].rows; ++r) finish_row(blocks[turn ^ 1], r, linear);
     }
@@ -290,7 +286,7 @@ extern "C" void pack_int8(const bf16 *w, int64_t n, int64_t k, int64_t w_stride,
                 scales[strip * 32 + c] = 0;
                 if (column < n) {
                     const bf16 *row = w + (gated ? column + half * n : column) * w_stride;
-                    scales[strip * 32 + c] = quantize_row(row, k, (int8_t *)quads.data(), 64);
+                    scales[strip * 32 + c] = quantize_row(row, k, (int8_t *)quads.data());
                 }
                 int32_t *tiles = (int32_t *)packed + strip * k_tiles * 512 + half * 256 + c % 16;
                 for (int64_t quad = 0; quad < k_tiles * 16; ++quad) tiles[quad / 16 * 512 + quad % 16 * 16] = quads[quad];
