@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.triton import TritonAttention
-from nanoinfer.bench import gpu_parts, workload
+from nanoinfer.bench import gpu_check, gpu_kernels, gpu_parts, machine, workload
 from nanoinfer.bench.gpu_check import Figure
 from nanoinfer.bench.machine import Machine
 from nanoinfer.config import ModelConfig, SchedulerConfig
@@ -196,11 +196,15 @@ def test_a_whole_start_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The parts as they are, over a small model and small shapes."""
+    monkeypatch.setattr(machine, "READ_BYTES", 1 << 20)
+    monkeypatch.setattr(machine, "GEMM_SHAPES", ((16, 16, 64),))
     monkeypatch.setattr(gpu_parts, "QWEN3_0_6B", SHAPE)
-    monkeypatch.setattr(gpu_parts, "VOCAB_SIZE", 5000)
+    monkeypatch.setattr(gpu_kernels, "VOCAB_SIZE", 5000)
     monkeypatch.setattr(gpu_parts, "STEPS", ((1, 40), (5, 30)))
     monkeypatch.setattr(gpu_parts, "ATTENTION_BATCHES", (1, 32))
     monkeypatch.setattr(gpu_parts, "ATTENTION_CONTEXTS", (100,))
+    monkeypatch.setattr(gpu_parts, "ATTENTION_BYTES", 1 << 20)
+    monkeypatch.setattr(gpu_parts, "HOST_BATCHES", (1, 3))
     monkeypatch.setitem(workload.PRESETS, "nano-vllm", workload.Preset(256, (2, 6), (2, 5), 4096))
     monkeypatch.setattr("nanoinfer.worker.cuda_graph.CudaGraph", gpu_stand_in.Graph)
     monkeypatch.setattr(torch.cuda, "Event", gpu_stand_in.Event)
@@ -210,27 +214,52 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_parts, "LLM", lambda path, **others: make(path, **(others | options)))
 
 
-@pytest.mark.parametrize("part", ["kernels", "equality", "workload", "attention", "steps"])
+@pytest.mark.parametrize("part", gpu_check.PARTS)
 def test_the_parts_of_the_gpu_check_find_their_figures(small_parts: None, part: str) -> None:
+    triton_launcher.launched.clear()
     with gpu_stand_in.CudaIsCPU():
-        figures: list[Figure] = list(getattr(gpu_parts, part)(MACHINE))
+        figures: list[Figure] = list(gpu_check.run_part(part, MACHINE))
     assert all(figure.part == part and not math.isinf(figure.value) for figure in figures)
     names = {figure.name: figure for figure in figures}
     assert len(names) == len(figures)
-    if part == "kernels":
+    if part == "machine":
+        assert names["read"].best == 4300.0 and names["gemm"].value > 0 and "copy, read plus write" in names
+    elif part == "kernels":
         # What runs nothing is wrong, and is found out.
-        assert len(figures) >= 17 and sum(figure.passed is False for figure in figures) >= 5
-        checked = {one.rsplit("_", 1)[0] for one in names}
-        assert {"rms", "add_rms", "silu_and", "paged", "sampling", "prepare"} <= checked
+        assert len(figures) >= 20 and sum(figure.passed is False for figure in figures) >= 5
+        every_kernel = {launch.name for launch in tool.launches_of(tool.Shape())}
+        assert set(triton_launcher.launched) == every_kernel, "a kernel that no twin is compared with"
     elif part == "equality":
         assert [figure.passed for figure in figures if "not transformers'" in figure.name] == [False] * 4
+        assert [figure.passed for figure in figures if "differs" in figure.name] == [True] * 2
     elif part == "workload":
         assert names["nano-vllm, output"].passed is False and names["nano-vllm, output"].best is not None
+        assert all(figure.fraction is not None for figure in figures if figure.unit == "tok/s")
     elif part == "attention":
         assert [figure.passed is None for figure in figures] == [True, False]
         assert all(figure.fraction == pytest.approx(figure.value / 4300) for figure in figures)
-    else:
+    elif part == "steps":
         assert len(figures) == 4 and names["step, batch 1, context 40"].passed is not None
+        assert all(0 < names[f"of it host, batch {n}"].value < 1e4 for n in (1, 5))
+    else:
+        assert set(names) == {"host time, batch 1", "host time, batch 3"}
+
+
+def test_what_raises_within_a_part_leaves_the_rest_of_it_alone(
+    small_parts: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def rate(backend: object, batch_size: int, context: int) -> float:
+        if batch_size == 1:
+            raise torch.OutOfMemoryError("too large")
+        return 2150.0
+
+    monkeypatch.setattr(gpu_parts, "_decode_rate", rate)
+    found = gpu_parts.attention(MACHINE)
+    figure = next(found)
+    assert (figure.name, figure.fraction, figure.passed) == ("triton, batch 32, context 100", 0.5, False)
+    with pytest.raises(RuntimeError, match=r"batch 1, context 100: OutOfMemoryError\('too large'\)"):
+        next(found)
+    assert "in rate" in capsys.readouterr().err, "the traceback"
 
 
 def test_every_kernel_is_in_the_ahead_of_time_compilation() -> None:
