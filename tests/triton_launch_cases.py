@@ -23,6 +23,8 @@ import gpu_stand_in
 import numpy as np
 import pytest
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanoinfer import LLM, SamplingParams
@@ -205,6 +207,8 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_parts, "ATTENTION_CONTEXTS", (100,))
     monkeypatch.setattr(gpu_parts, "ATTENTION_BYTES", 1 << 20)
     monkeypatch.setattr(gpu_parts, "HOST_BATCHES", (1, 3))
+    monkeypatch.setattr(gpu_parts, "PROFILES", ((1, 40), (5, 30)))
+    monkeypatch.setattr(gpu_parts, "PROFILED", (ProfilerActivity.CPU, DeviceType.CPU))
     monkeypatch.setitem(workload.PRESETS, "nano-vllm", workload.Preset(256, (2, 6), (2, 5), 4096))
     monkeypatch.setattr("nanoinfer.worker.cuda_graph.CudaGraph", gpu_stand_in.Graph)
     monkeypatch.setattr(torch.cuda, "Event", gpu_stand_in.Event)
@@ -241,8 +245,12 @@ def test_the_parts_of_the_gpu_check_find_their_figures(small_parts: None, part: 
     elif part == "steps":
         assert len(figures) == 4 and names["step, batch 1, context 40"].passed is not None
         assert all(0 < names[f"of it host, batch {n}"].value < 1e4 for n in (1, 5))
-    else:
+    elif part == "host":
         assert set(names) == {"host time, batch 1", "host time, batch 3"}
+    else:
+        assert part == "breakdown" and {"batch 1, all kernels", "batch 5, all kernels"} <= set(names)
+        # 21 steps of the graph: torch's own operators, which a CPU's profiler sees.
+        assert any("aten::" in name for name in names), names
 
 
 def test_what_raises_within_a_part_leaves_the_rest_of_it_alone(

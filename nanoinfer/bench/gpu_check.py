@@ -41,6 +41,7 @@ PARTS = {
     "attention": 60.0,
     "steps": 70.0,
     "host": 45.0,
+    "breakdown": 40.0,
 }
 # A process has hardly started after so long.
 _LEAST_SECONDS = 10.0
@@ -160,14 +161,14 @@ def check(
 
 
 def table(report: Report) -> str:
-    lines = [f"{'part':10} {'figure':40} {'value':>10} {'unit':8} {'best':>10} {'fraction':>9}"]
+    width = max((len(one.name) for one in report.figures), default=0)
+    lines = [f"{'part':10} {'figure':{width}} {'value':>10} {'unit':8} {'best':>10} {'fraction':>9}"]
     for one in report.figures:
         best = "" if one.best is None else f"{one.best:.4g}"
         fraction = "" if one.fraction is None else f"{one.fraction:.1%}"
         verdict = {True: "ok", False: "MISSED", None: ""}[one.passed]
-        lines.append(
-            f"{one.part:10} {one.name:40} {one.value:10.4g} {one.unit:8} {best:>10} {fraction:>9} {verdict}".rstrip()
-        )
+        line = f"{one.part:10} {one.name:{width}} {one.value:10.4g} {one.unit:8} {best:>10} {fraction:>9} {verdict}"
+        lines.append(line.rstrip())
     lines += [f"{part:10} FAILED: {failure.reason[:400]}" for part, failure in report.failures.items()]
     return "\n".join(lines)
 

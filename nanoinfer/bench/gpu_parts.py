@@ -11,12 +11,15 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from nanoinfer.attention.base import AttentionBackend
 from nanoinfer.attention.select import BACKENDS
@@ -39,6 +42,9 @@ STEPS = ((1, 512), (8, 512), (64, 800), (256, 800))
 # Keys and values that one measurement of attention reads: many times what the L2 of a large GPU holds, 60 MB.
 ATTENTION_BYTES = 512 << 20
 HOST_BATCHES = (1, 256)
+# Sequences and tokens of each; steps that are looked at, and kernels that are told, the longest first.
+PROFILES, PROFILED_STEPS, PROFILED_KERNELS = ((1, 512), (256, 800)), 20, 14
+PROFILED = (ProfilerActivity.CUDA, DeviceType.CUDA)
 # Two logits closer than this are a tie: either token is right.
 _TIE = 1e-3
 
@@ -195,22 +201,37 @@ def _seconds_of(run: Callable[[], None], repeats: int = 9, replays: int = 4) -> 
 
 def steps(machine: Machine) -> Iterator[Figure]:
     """A decode step of the engine, host and all, against the floor of that step; and the host's share of it."""
+    with _qwen3(max_model_len=2048) as llm:
+        yield from _each((f"batch {size}", partial(_step, llm, machine, size, context)) for size, context in STEPS)
+
+
+@contextmanager
+def _qwen3(max_model_len: int) -> Iterator[LLM]:
+    """An engine with Qwen3-0.6B's shape and random weights."""
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "config.json").write_text(json.dumps(QWEN3_0_6B))
-        with LLM(directory, load_format="dummy", device="cuda", max_model_len=2048, seed=0) as llm:
-            yield from _each((f"batch {size}", partial(_step, llm, machine, size, context)) for size, context in STEPS)
+        with LLM(directory, load_format="dummy", device="cuda", max_model_len=max_model_len, seed=0) as llm:
+            yield llm
+
+
+def _decode(llm: LLM, batch_size: int, context: int) -> None:
+    """The first sequences decode while the last ones are still at their prompts, for 26 steps at 256 with 800 tokens;
+    then all of them do."""
+    prompts = [[(i * 31 + j) % 9000 + 100 for j in range(context)] for i in range(batch_size)]
+    llm.generate(prompts, SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=80), use_tqdm=False)
+
+
+def _is_full(step: StepStats, batch_size: int) -> bool:
+    return step.num_decode_tokens == batch_size and not step.num_prefill_tokens
 
 
 def _step(llm: LLM, machine: Machine, batch_size: int, context: int) -> Iterator[Figure]:
     floor, wait = Floor.of_model(llm.model_config, 2), _Wait()
     seen: list[tuple[StepStats, float]] = []
     llm.engine.on_step = lambda step: seen.append((step, wait.take()))
-    prompts = [[(i * 31 + j) % 9000 + 100 for j in range(context)] for i in range(batch_size)]
-    # The first sequences decode while the last ones are still at their prompts, for 26 steps at 256.
-    params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=80)
     with mock.patch.object(Download, "tolist", wait.around(Download.tolist)):
-        llm.generate(prompts, params, use_tqdm=False)
-    full = [one for one in seen if one[0].num_decode_tokens == batch_size and not one[0].num_prefill_tokens][8:]
+        _decode(llm, batch_size, context)
+    full = [one for one in seen if _is_full(one[0], batch_size)][8:]
     took = statistics.median(step.seconds for step, _ in full)
     best = statistics.median(floor.seconds(step, machine) for step, _ in full)
     bound = took < 1.5e-3 if batch_size == 1 else None
@@ -255,11 +276,9 @@ def workload(machine: Machine) -> Iterator[Figure]:
     from nanoinfer.bench.throughput import run_workload, summarize
 
     drawn = Workload.draw("nano-vllm", 256, 0)
-    with tempfile.TemporaryDirectory() as directory:
-        Path(directory, "config.json").write_text(json.dumps(QWEN3_0_6B))
-        with LLM(directory, load_format="dummy", device="cuda", max_model_len=4096, seed=0) as llm:
-            floor = Floor.of_model(llm.model_config, 2)
-            run = run_workload(llm, drawn, 0)
+    with _qwen3(max_model_len=4096) as llm:
+        floor = Floor.of_model(llm.model_config, 2)
+        run = run_workload(llm, drawn, 0)
     report = summarize(drawn, run, floor, machine)
     rate, best = report["output_tok_s"], report["floor_tok_s"]
     yield Figure("workload", "nano-vllm, output", rate, "tok/s", best, rate / best, rate >= 25_000)
@@ -274,3 +293,43 @@ def workload(machine: Machine) -> Iterator[Figure]:
     fraction = report["prefill_512_fraction"]
     yield Figure("workload", "prefill of 512 tokens, rate of products", fraction, "of gemm", 1.0, fraction)
     yield Figure("workload", "engine's own time, a decode step", report["host_ms_per_step"], "ms")
+
+
+def breakdown(machine: Machine) -> Iterator[Figure]:
+    """Microseconds of a decode step by kernel, as the profiler sees them: where the time goes that is not the floor."""
+    with _qwen3(max_model_len=2048) as llm:
+        yield from _each((f"batch {size}", partial(_kernel_times, llm, size, context)) for size, context in PROFILES)
+
+
+def _kernel_times(llm: LLM, batch_size: int, context: int) -> Iterator[Figure]:
+    activity, device = PROFILED
+    profiler, num_steps = profile(activities=[activity]), 0
+
+    def observe(step: StepStats) -> None:
+        nonlocal num_steps
+        if not _is_full(step, batch_size) or num_steps > PROFILED_STEPS:
+            return
+        if num_steps == 0:
+            profiler.start()
+        elif num_steps == PROFILED_STEPS:
+            torch.cuda.synchronize()
+            profiler.stop()
+        num_steps += 1
+
+    llm.engine.on_step = observe
+    _decode(llm, batch_size, context)
+    if num_steps <= PROFILED_STEPS:
+        raise RuntimeError(f"{num_steps} steps of {batch_size} sequences, and {PROFILED_STEPS} were to be looked at")
+    times: dict[str, list[float]] = {}
+    for event in profiler.events() or ():
+        if event.device_type == device:
+            times.setdefault(event.name, []).append(event.time_range.elapsed_us())
+    if not times:
+        raise RuntimeError("the profiler saw no kernels")
+    whole = sum(map(sum, times.values())) / PROFILED_STEPS
+    yield Figure("breakdown", f"batch {batch_size}, all kernels", whole, "us")
+    longest = sorted(times.items(), key=lambda item: -sum(item[1]))[:PROFILED_KERNELS]
+    for rank, (name, each) in enumerate(longest, 1):
+        took, number = sum(each) / PROFILED_STEPS, len(each) / PROFILED_STEPS
+        label = f"{batch_size}/{rank}: {number:.4g} x {name}"[:60]
+        yield Figure("breakdown", label, took, "us", whole, took / whole)
