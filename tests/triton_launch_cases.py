@@ -16,6 +16,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,7 @@ def test_a_whole_start_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
         monkeypatch.setattr(torch.cuda, name, call)
 
+    gpu_stand_in.pretend(monkeypatch)
     free = iter([3.5, 3.25, 3.0, 3.0, 3.0, 3.0])
     reserved, peak = gib // 4, gib // 2
     note("mem_get_info", lambda: (int(next(free) * gib), 4 * gib))
@@ -167,11 +169,6 @@ def test_a_whole_start_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     note("max_memory_reserved", peak)
     for name in ("empty_cache", "synchronize", "reset_peak_memory_stats"):
         note(name)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(model_runner, "graph_factory", cuda_graph.graph_factory)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     monkeypatch.setattr(cuda_graph, "CudaGraph", Graph)
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     with gpu_stand_in.CudaIsCPU():
@@ -202,26 +199,29 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "GEMM_SHAPES", ((16, 16, 64),))
     monkeypatch.setattr(gpu_parts, "QWEN3_0_6B", SHAPE)
     monkeypatch.setattr(gpu_kernels, "VOCAB_SIZE", 5000)
+    monkeypatch.setattr(gpu_parts, "EQUAL_TOKENS", 5)
+    monkeypatch.setattr(gpu_parts, "STEP_TOKENS", 20)
     monkeypatch.setattr(gpu_parts, "STEPS", ((1, 40), (5, 30)))
     monkeypatch.setattr(gpu_parts, "ATTENTION_BATCHES", (1, 32))
     monkeypatch.setattr(gpu_parts, "ATTENTION_CONTEXTS", (100,))
     monkeypatch.setattr(gpu_parts, "ATTENTION_BYTES", 1 << 20)
     monkeypatch.setattr(gpu_parts, "HOST_BATCHES", (1, 3))
     monkeypatch.setattr(gpu_parts, "PROFILES", ((1, 40), (5, 30)))
+    monkeypatch.setattr(gpu_parts, "PROFILED_STEPS", 3)
     monkeypatch.setattr(gpu_parts, "PROFILED", (ProfilerActivity.CPU, DeviceType.CPU))
-    monkeypatch.setitem(workload.PRESETS, "nano-vllm", workload.Preset(256, (2, 6), (2, 5), 4096))
-    monkeypatch.setattr("nanoinfer.worker.cuda_graph.CudaGraph", gpu_stand_in.Graph)
-    monkeypatch.setattr(torch.cuda, "Event", gpu_stand_in.Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setitem(workload.PRESETS, "nano-vllm", workload.Preset(12, (2, 6), (2, 5), 4096))
+    gpu_stand_in.pretend(monkeypatch)
     make = gpu_parts.LLM
-    options = {"device": "cpu", "num_kvcache_blocks": 400}
-    monkeypatch.setattr(gpu_parts, "LLM", lambda path, **others: make(path, **(others | options)))
+    # The pool that an H200 would have is more than there is.
+    small: dict[str, Any] = {"num_kvcache_blocks": 400, "max_num_batched_tokens": 512, "max_num_seqs": 8}
+    monkeypatch.setattr(gpu_parts, "LLM", lambda path, **others: make(path, **(small | others)))
 
 
 @pytest.mark.parametrize("part", gpu_check.PARTS)
 def test_the_parts_of_the_gpu_check_find_their_figures(small_parts: None, part: str) -> None:
     triton_launcher.launched.clear()
-    with gpu_stand_in.CudaIsCPU():
+    # What a step costs the host is measured on the CPU, where there is a GPU as well.
+    with nullcontext() if part == "host" else gpu_stand_in.CudaIsCPU():
         figures: list[Figure] = list(gpu_check.run_part(part, MACHINE))
     assert all(figure.part == part and not math.isinf(figure.value) for figure in figures)
     names = {figure.name: figure for figure in figures}
@@ -249,7 +249,7 @@ def test_the_parts_of_the_gpu_check_find_their_figures(small_parts: None, part: 
         assert set(names) == {"host time, batch 1", "host time, batch 3"}
     else:
         assert part == "breakdown" and {"batch 1, all kernels", "batch 5, all kernels"} <= set(names)
-        # 21 steps of the graph: torch's own operators, which a CPU's profiler sees.
+        # In the stand-in for graphs: torch's own operators, which a CPU's profiler sees.
         assert any("aten::" in name for name in names), names
 
 

@@ -28,7 +28,7 @@ from nanoinfer.bench.floor import Floor
 from nanoinfer.bench.gpu_check import Figure
 from nanoinfer.bench.host_time import host_milliseconds
 from nanoinfer.bench.machine import Machine
-from nanoinfer.bench.workload import QWEN3_0_6B, Workload
+from nanoinfer.bench.workload import PRESETS, QWEN3_0_6B, Workload
 from nanoinfer.config import ModelConfig
 from nanoinfer.demo import demo_model_path
 from nanoinfer.llm import LLM
@@ -37,6 +37,7 @@ from nanoinfer.step import StepStats
 from nanoinfer.worker.download import Download
 
 ATTENTION_BATCHES, ATTENTION_CONTEXTS = (1, 8, 32, 64, 128, 256), (256, 800, 2048, 8192)
+EQUAL_TOKENS, STEP_TOKENS = 24, 80
 # Sequences and tokens of each.
 STEPS = ((1, 512), (8, 512), (64, 800), (256, 800))
 # Keys and values that one measurement of attention reads: many times what the L2 of a large GPU holds, 60 MB.
@@ -92,7 +93,7 @@ def _model_equality(name: str, path: str) -> Iterator[Figure]:
         options: dict[str, Any] = {"dtype": "float32", "device": "cuda", "seed": 0, "max_model_len": 128}
         options |= {"enforce_eager": enforce_eager, "num_kvcache_blocks": 64, "max_num_seqs": 5}
         with LLM(path, **options) as llm:
-            params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+            params = SamplingParams(temperature=0.0, max_tokens=EQUAL_TOKENS, ignore_eos=True)
             found = llm.generate(prompts, params, use_tqdm=False)
         outputs[enforce_eager] = [output.outputs[0].token_ids for output in found]
     differ = float(outputs[False] != outputs[True])
@@ -218,7 +219,7 @@ def _decode(llm: LLM, batch_size: int, context: int) -> None:
     """The first sequences decode while the last ones are still at their prompts, for 26 steps at 256 with 800 tokens;
     then all of them do."""
     prompts = [[(i * 31 + j) % 9000 + 100 for j in range(context)] for i in range(batch_size)]
-    llm.generate(prompts, SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=80), use_tqdm=False)
+    llm.generate(prompts, SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=STEP_TOKENS), use_tqdm=False)
 
 
 def _is_full(step: StepStats, batch_size: int) -> bool:
@@ -275,7 +276,7 @@ def workload(machine: Machine) -> Iterator[Figure]:
     """nano-vllm's workload, Qwen3-0.6B's shape with random weights."""
     from nanoinfer.bench.throughput import run_workload, summarize
 
-    drawn = Workload.draw("nano-vllm", 256, 0)
+    drawn = Workload.draw("nano-vllm", PRESETS["nano-vllm"].num_seqs, 0)
     with _qwen3(max_model_len=4096) as llm:
         floor = Floor.of_model(llm.model_config, 2)
         run = run_workload(llm, drawn, 0)
