@@ -1,9 +1,9 @@
 """A rank's program that does, at one place, something other than its duty. Run by `MultiprocExecutor` in the place of
 `nanoinfer.executor.worker_main`; the environment variable `VARIABLE` holds the options, as JSON:
 
-    place   join, load, step (inside one, after the layers), memory, report, echo
-    rank    the rank that misbehaves (report and echo: all do)
-    what    ValueError, RuntimeError, exit, sleep (join, load, step)
+    place   join, load, allocate, step (inside one, after the layers), memory, card, report, echo
+    rank    the rank that misbehaves (card, report and echo: all do)
+    what    ValueError, RuntimeError, exit, sleep (join, load, allocate, step)
     step    which one (step)
     bytes   what the rank reads as available memory (memory)
     folder  where it leaves a file when it goes to sleep, or what a report writes
@@ -17,6 +17,7 @@ import random
 import time
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,23 @@ def at_load(options: dict[str, Any]) -> None:
         load_weights(model, checkpoint, **more)
 
     load_weights, model_runner.load_weights = model_runner.load_weights, faulty_load
+
+
+def at_allocate(options: dict[str, Any]) -> None:
+    allocate = ModelRunner.allocate
+
+    def faulty_allocate(self: ModelRunner, *arguments: Any) -> None:
+        if self.model.lm_head.tp.rank == options["rank"]:
+            fail(options)
+        allocate(self, *arguments)
+
+    ModelRunner.allocate = faulty_allocate  # type: ignore[method-assign]
+
+
+def at_card(options: dict[str, Any]) -> None:
+    """Ranks say that they run on GPUs."""
+    capacity = ModelRunner.capacity
+    ModelRunner.capacity = lambda self: replace(capacity(self), device="cuda")  # type: ignore[method-assign]
 
 
 def at_step(options: dict[str, Any]) -> None:
@@ -129,8 +147,10 @@ def at_echo(options: dict[str, Any]) -> None:
 PLACES: dict[str, Callable[[dict[str, Any]], None]] = {
     "join": at_join,
     "load": at_load,
+    "allocate": at_allocate,
     "step": at_step,
     "memory": at_memory,
+    "card": at_card,
     "report": at_report,
     "echo": at_echo,
 }

@@ -1,5 +1,7 @@
-"""For dry runs of what runs on GPUs only: "cuda" means the CPU, nothing is pinned, events do not measure, graphs are
-called again. Tensors remember that they would be on the GPU, and what could not run there does not run here."""
+"""For dry runs of what runs on GPUs only, two ways. Either "cuda" means the CPU, nothing is pinned, events do not
+measure, graphs are called again, and tensors remember that they would be on the GPU: what could not run there does not
+run here. Or tensors are fake ones of a "cuda" that torch was not built with: they have no values for the host to read.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -96,8 +99,10 @@ class CudaIsCPU(TorchFunctionMode):
         kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
         named = [value for value in (*args, *kwargs.values()) if _is_device(value)]
         result = function(*tree_map(_on_cpu, args), **tree_map(_on_cpu, kwargs))
-        if named and function is torch.Tensor.to:
+        if function is torch.Tensor.to and named:
             return _moved(result, is_on_gpu(source), str(named[0]).startswith("cuda"))
+        if function is torch.Tensor.to and len(args) > 1 and isinstance(args[1], torch.Tensor):
+            return _moved(result, is_on_gpu(source), is_on_gpu(args[1]))
         if any(str(device).startswith("cuda") for device in named):
             _mark(result)
         return result
@@ -150,6 +155,39 @@ class _Devices(TorchDispatchMode):
         if any(map(is_on_gpu, values)):
             tree_map(_mark, result)
         return result
+
+
+class OnFakeGPU(TorchFunctionMode):
+    """`x[...]`, `x.copy_(y)` and `x.to("cuda")` want torch to be built with CUDA even where tensors are fake; the
+    operators below do not. What has values, on the host, may be read."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.__getitem__:
+            return self.view(*args)
+        if function is torch.Tensor.__setitem__:
+            return self.view(*args[:2]).fill_(args[2])
+        if function is torch.Tensor.to and len(args) == 2:
+            if isinstance(args[1], torch.Tensor):
+                return torch.ops.aten._to_copy(args[0], device=args[1].device, dtype=args[1].dtype)
+            if str(args[1]).startswith("cuda"):
+                return torch.ops.aten._to_copy(args[0], device=args[1])
+        if function is torch.Tensor.copy_:
+            return torch.ops.aten.copy_(*args)
+        if function is torch.Tensor.numpy and not isinstance(args[0], FakeTensor):
+            with unset_fake_temporarily():
+                return function(*args)
+        return function(*args, **(kwargs or {}))
+
+    def view(self, x: torch.Tensor, index: Any) -> torch.Tensor:
+        dim = 0
+        for one in index if isinstance(index, tuple) else (index,):
+            if isinstance(one, int):
+                x = x.select(dim, one)
+            elif isinstance(one, slice):
+                x, dim = torch.ops.aten.slice.Tensor(x, dim, one.start, one.stop), dim + 1
+            else:
+                x, dim = x.index_select(dim, one), dim + 1
+        return x
 
 
 class Graph:

@@ -61,6 +61,22 @@ def test_graphs_are_captured_largest_first_and_see_padding_as_row_minus_one() ->
     assert seen[-1][0].tolist() == [3, 0, 7, 5, 1, -1, -1, -1]
 
 
+@pytest.mark.parametrize(("asked", "disable"), [(True, None), (False, True)])
+def test_a_bar_counts_the_graphs_where_there_is_a_terminal(
+    asked: bool, disable: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bars: list[tuple[list[int], object]] = []
+
+    def tqdm(sizes: list[int], *, disable: bool | None, **_: object) -> list[int]:
+        bars.append((sizes, disable))
+        return sizes
+
+    monkeypatch.setattr(cuda_graph, "tqdm", tqdm)
+    graphs = DecodeGraphs(lambda inputs: (inputs, inputs), [1, 2, 3], torch.device("cpu"), StandInGraph)
+    graphs.capture(show_progress=asked)
+    assert bars == [([3, 2, 1], disable)]
+
+
 def test_all_graphs_are_warmed_up_and_captured_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """In that order, and behind what the engine's own stream has to do. Each stream more would cost 32 MiB."""
     made: list[str] = []

@@ -1,12 +1,14 @@
-"""A GPU's step without a GPU: fake "cuda" tensors, memory by made-up numbers, which backend is chosen, and the start-up
-checks. What needs the interpreter is in triton_engine_cases.py.
+"""A GPU's step without a GPU: fake "cuda" tensors, which backend is chosen, and the start-up checks. What needs the
+interpreter is in triton_engine_cases.py, memory in test_gpu_memory.py.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, TypeVar
 from unittest.mock import Mock, call
@@ -15,8 +17,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from gpu_stand_in import OnFakeGPU
 from test_cuda_graph import StandInGraph
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -29,27 +30,29 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from nanoinfer.attention import select, triton
+from nanoinfer.attention import upload as attention_upload
 from nanoinfer.attention.base import ForwardBatch
 from nanoinfer.attention.cpu import CPUAttention
 from nanoinfer.attention.flash_attn import FlashAttention
 from nanoinfer.attention.triton import TritonAttention
 from nanoinfer.config import EngineConfig, ModelConfig, SchedulerConfig
-from nanoinfer.distributed.group import ParallelGroups
+from nanoinfer.distributed import launch
+from nanoinfer.distributed.group import ParallelGroups, TensorParallelGroup
 from nanoinfer.distributed.launch import check_devices
+from nanoinfer.layers import device_sampler
 from nanoinfer.layers.device_sampler import DeviceSampling, sample_on_device
-from nanoinfer.layers.sampler import VocabShard
+from nanoinfer.layers.sampler import Bias, Penalty, SamplingBatch, TokenCounts, VocabShard, row_logprobs
 from nanoinfer.models.qwen3 import Qwen3ForCausalLM
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.step import NewSequence, SchedulerOutput
+from nanoinfer.step import NewSequence, SchedulerOutput, token_bitmask
 from nanoinfer.worker import cuda_graph, device_rows, device_runner
 from nanoinfer.worker.cuda_graph import DecodeGraphs, graph_sizes
 from nanoinfer.worker.device_runner import DeviceRunner
 from nanoinfer.worker.download import Download
-from nanoinfer.worker.gpu_memory import GPUMemory, num_gpu_blocks
+from nanoinfer.worker.gpu_memory import run_largest_step
 from nanoinfer.worker.input_batch import InputBatch
 
 MODEL = ModelConfig.from_dict({**tiny.Qwen3Config(**tiny.BASE).to_dict(), "model_type": "qwen3"})
-GIB = 2**30
 
 # --- Fake tensors ------------------------------------------------------------------------------------------------
 
@@ -71,45 +74,30 @@ class Devices(TorchDispatchMode):
         return out
 
 
-class Indexing(TorchFunctionMode):
-    """`x[...]`, `x.copy_(y)` and `x.to("cuda")` want torch to be built with CUDA even where tensors are fake; the
-    operators below do not."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.Tensor.__getitem__:
-            return self.view(*args)
-        if function is torch.Tensor.__setitem__:
-            return self.view(*args[:2]).fill_(args[2])
-        if function is torch.Tensor.to and args[1:] == ("cuda",):
-            return torch.ops.aten._to_copy(args[0], device="cuda")
-        if function is torch.Tensor.copy_:
-            return torch.ops.aten.copy_(*args)
-        return function(*args, **(kwargs or {}))
-
-    def view(self, x: torch.Tensor, index: Any) -> torch.Tensor:
-        dim = 0
-        for one in index if isinstance(index, tuple) else (index,):
-            if isinstance(one, int):
-                x = x.select(dim, one)
-            elif isinstance(one, slice):
-                x, dim = torch.ops.aten.slice.Tensor(x, dim, one.start, one.stop), dim + 1
-            else:
-                x, dim = x.index_select(dim, one), dim + 1
-        return x
-
-
 Runner = TypeVar("Runner", bound=DeviceRunner)
 
 
-def fake_runner(mode: FakeTensorMode, kind: type[Runner]) -> Runner:
-    limits = SchedulerConfig(8, 64, 128, num_blocks=16, block_size=16)
-    with mode, torch.inference_mode(), Indexing():
-        backend = TritonAttention(4, 2, 32)
-        model = Qwen3ForCausalLM(MODEL, backend, ParallelGroups.single(), torch.bfloat16, "cuda")
+def fake_runner(mode: FakeTensorMode, kind: type[Runner], tp: TensorParallelGroup | None = None) -> Runner:
+    limits, tp = SchedulerConfig(8, 64, 128, num_blocks=16, block_size=16), tp or TensorParallelGroup.single()
+    with mode, torch.inference_mode(), OnFakeGPU():
+        backend = TritonAttention(4 // tp.size, 2 // tp.size, 32)
+        model = Qwen3ForCausalLM(MODEL, backend, ParallelGroups(tp), torch.bfloat16, "cuda")
         kv_cache = backend.allocate(3, 16, 16, torch.bfloat16, "cuda")
-        return kind(model, backend, kv_cache, limits, VocabShard(), torch.device("cuda"))
+        return kind(model, backend, kv_cache, limits, VocabShard(tp, model.lm_head.first_id), torch.device("cuda"))
 
 
+def make_uploads_fake(monkeypatch: pytest.MonkeyPatch, mode: FakeTensorMode) -> None:
+    def upload(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+        types = [torch.from_numpy(np.empty(0, array.dtype)).dtype for array in arrays]
+        with mode:
+            return [torch.empty(a.size, dtype=t, device=device) for a, t in zip(arrays, types, strict=True)]
+
+    for module in (device_runner, device_rows, device_sampler, triton):
+        monkeypatch.setattr(module, "upload", upload)
+
+
+# The one thing on the host: query_start_loc, which says that each row has one query.
+ON_THE_HOST = {"aten.arange.default", "aten.arange.start_step", "aten._local_scalar_dense.default"}
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is for Linux on x86-64")
 KERNELS = {"norm_rotate_store", "paged_decode", "rms_norm", "add_rms_norm", "silu_and_mul", "row_argmax", "choose"}
 KERNELS |= {"segment_sums", "sampling_threshold", "store_tokens", "rotary"}
@@ -120,21 +108,45 @@ def test_a_decode_step_stays_on_the_gpu_and_waits_for_nothing() -> None:
     """A fake tensor has no value: whatever made the host read one would raise."""
     mode = FakeTensorMode()
     runner = fake_runner(mode, DeviceRunner)
-    with mode, torch.inference_mode(), Indexing(), Devices() as devices:
+    with mode, torch.inference_mode(), OnFakeGPU(), Devices() as devices:
         tokens, logits = runner.decode(torch.empty(2, 5, dtype=torch.int32, device="cuda"))
         with pytest.raises(DataDependentOutputException):
             tokens.tolist()
     assert isinstance(tokens, FakeTensor) and tokens.shape == (5,) and tokens.dtype == torch.int64
     assert logits.shape == (5, 320) and logits.dtype == torch.bfloat16
-    # The one thing on the host: query_start_loc, which says that each row has one query.
-    assert set(devices.elsewhere) <= {
-        "aten.arange.default",
-        "aten.arange.start_step",
-        "aten._local_scalar_dense.default",
-    }
+    assert set(devices.elsewhere) <= ON_THE_HOST
     ours = {name.split(".")[1] for name in devices.operators if name.startswith("nanoinfer.")}
     assert ours >= KERNELS | {"prepare_decode"}
     assert "paged_prefill" not in ours
+
+
+@needs_triton
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_decode_step_of_two_ranks_stays_on_the_gpu_and_waits_for_nothing(rank: int) -> None:
+    """So a graph can hold it, collectives and all: these are as many as the layers' and the sampler's own."""
+    mode, tp = FakeTensorMode(), Alone(rank, 2)
+    runner = fake_runner(mode, DeviceRunner, tp)
+    with mode, torch.inference_mode(), OnFakeGPU(), Devices() as devices:
+        tokens, logits = runner.decode(torch.empty(2, 5, dtype=torch.int32, device="cuda"))
+    assert tokens.shape == (5,) and tokens.dtype == torch.int64 and logits.shape == (5, 160)
+    assert set(devices.elsewhere) <= ON_THE_HOST
+    assert tp.calls == ["all_reduce"] * (1 + 2 * 3) + ["all_gather", "all_gather", "all_reduce"]
+
+
+class Alone(TensorParallelGroup):
+    """A rank that takes what it has for what all have."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self.calls: list[str] = []
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.calls.append("all_reduce")
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.calls.append("all_gather")
+        return torch.cat([tensor] * self.size, dim=-1)
 
 
 @needs_triton
@@ -159,10 +171,10 @@ def test_a_mixed_step_stays_on_the_gpu_and_waits_for_nothing(monkeypatch: pytest
         block_tables=torch.zeros(3, 2, dtype=torch.int32), slot_mapping=torch.zeros(28, dtype=torch.int64),
         logits_indices=starts[1:].long() - 1, max_query_len=20, max_seq_len=30,
     )  # fmt: skip
-    with torch.inference_mode(), Indexing():
+    with torch.inference_mode(), OnFakeGPU():
         batch = runner.send(host)
     assert len(sent) == 2, "the batch, and its plan"
-    with mode, torch.inference_mode(), Indexing(), Devices() as devices:
+    with mode, torch.inference_mode(), OnFakeGPU(), Devices() as devices:
         logits = runner.compute_logits(runner.forward(batch), batch.logits_indices)
         rows, uniforms = torch.empty(3, dtype=torch.int32, device="cuda"), torch.empty(3, device="cuda").double()
         sampling: DeviceSampling = runner.rows.sampling(rows, uniforms, has_filters=True)
@@ -175,7 +187,8 @@ def test_a_mixed_step_stays_on_the_gpu_and_waits_for_nothing(monkeypatch: pytest
 
 
 class Crossings(TorchDispatchMode):
-    """Notes every operator by which something comes from the GPU to the host. Numbers that are read raise."""
+    """Notes every operator by which something comes from the GPU to the host or goes to it, which is for `upload` and
+    `Download` alone: any other such copy waits. Numbers that are read raise."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +197,7 @@ class Crossings(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
         given, made = ([t.device.type for t in tree_flatten(x)[0] if isinstance(t, torch.Tensor)] for x in (args, out))
-        if "cuda" in given and "cpu" in [*made, *given]:
+        if "cuda" in [*made, *given] and "cpu" in [*made, *given]:
             self.found.append(str(function))
         return out
 
@@ -220,16 +233,12 @@ def launched(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[FakeDeviceRunner, Callable[[], list[Any]]]:
     """A runner, and a function that launches steps: prompts, one of them in chunks beside a decode, then decodes. It
-    returns what was left to be read."""
+    returns what was left to be read. One of the two has banned and favoured tokens, and few that are allowed."""
     mode = FakeTensorMode()
     runner = fake_runner(mode, FakeDeviceRunner)
     runner.mode = mode
     downloads: list[Any] = []
-
-    def upload(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-        types = [torch.from_numpy(np.empty(0, array.dtype)).dtype for array in arrays]
-        with mode:
-            return [torch.empty(a.size, dtype=t, device=device) for a, t in zip(arrays, types, strict=True)]
+    make_uploads_fake(monkeypatch, mode)
 
     def wait(*_: Any) -> None:
         raise Waits
@@ -237,12 +246,10 @@ def launched(
     monkeypatch.setattr(torch.cuda, "synchronize", wait)
     monkeypatch.setattr(torch.cuda.Stream, "synchronize", wait)
     monkeypatch.setattr(torch.cuda.Event, "synchronize", wait)
-    for module in (device_runner, device_rows, triton):
-        monkeypatch.setattr(module, "upload", upload)
     monkeypatch.setattr(cuda_graph, "upload_to", lambda target, array: None)
     if request.param == "graphs":
         runner.graphs = DecodeGraphs(runner.decode, graph_sizes(8), runner.device, StandInGraph)
-        with mode, torch.inference_mode(), Indexing():
+        with mode, torch.inference_mode(), OnFakeGPU():
             runner.graphs.capture()
     monkeypatch.setattr(device_runner, "Download", lambda tokens: downloads.append(tokens) or tokens)
 
@@ -255,7 +262,7 @@ def launched(
             *[SchedulerOutput(num_scheduled_tokens={1: 1, 2: 1}) for _ in range(3)],
             SchedulerOutput(num_scheduled_tokens={1: 1, 2: 1}, new_block_ids={1: [4]}),
         ]
-        with torch.inference_mode(), Indexing():
+        with torch.inference_mode(), OnFakeGPU():
             for plan in plans:
                 batch.apply(plan)
                 rows, tokens, logprobs, _ = runner.launch(plan, batch)
@@ -267,18 +274,65 @@ def launched(
 
 
 def new_sequence(seq_id: int, num_tokens: int) -> NewSequence:
-    params = SamplingParams(temperature=0.8, top_k=5)
-    return NewSequence(seq_id, list(range(num_tokens)), num_tokens, 0, [2 * seq_id, 2 * seq_id + 1], params, 7, ())
+    limits: dict[str, Any] = (
+        {"min_tokens": 3, "logit_bias": {5: 1.0}, "allowed_token_ids": [4, 5]} if seq_id > 1 else {}
+    )
+    params, blocks = SamplingParams(temperature=0.8, top_k=5, **limits), [2 * seq_id, 2 * seq_id + 1]
+    return NewSequence(seq_id, list(range(num_tokens)), num_tokens, 0, blocks, params, 7, (9,))
 
 
 @needs_triton
 def test_steps_are_launched_without_waiting_for_any(launched: tuple[DeviceRunner, Callable[[], list[Any]]]) -> None:
-    """Seven steps, and no token of them is on the host before somebody reads."""
+    """Seven steps, filters, masks, bans and biases included, and no token is on the host before somebody reads."""
     with Crossings() as crossings:
         tokens = launched[1]()
     assert crossings.found == []
     assert [len(of_step) for of_step in tokens] == [1, 1, 2, 2, 2, 2, 2]
     assert all(isinstance(of_step, FakeTensor) and of_step.device.type == "cuda" for of_step in tokens)
+
+
+@needs_triton
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_largest_step_has_its_tensors_on_the_gpu(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What sizes the pool: an operator whose tensors lie on two devices would raise."""
+    mode = FakeTensorMode()
+    runner = fake_runner(mode, FakeDeviceRunner, Alone(0, size))
+    runner.mode = mode
+    make_uploads_fake(monkeypatch, mode)
+    for name in ("full", "arange"):
+        monkeypatch.setattr(torch, name, under_if_on_gpu(mode, getattr(torch, name)))
+    with torch.inference_mode(), OnFakeGPU(), Crossings() as crossings:
+        run_largest_step(runner)
+    assert crossings.found == []
+
+
+def under_if_on_gpu(mode: FakeTensorMode, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def call(*arguments: Any, device: Any = "cpu", **options: Any) -> torch.Tensor:
+        with mode if torch.device(device).type == "cuda" else nullcontext():
+            return make(*arguments, device=device, **options)
+
+    return call
+
+
+@needs_triton
+@pytest.mark.parametrize("size", [1, 2])
+def test_whatever_is_done_to_logits_has_its_tensors_on_the_gpu(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks, bans, biases, penalties, then log-probabilities, up to the moment in which the host reads these."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    make_uploads_fake(monkeypatch, mode)
+    settings = SamplingBatch(*(np.zeros(3) for _ in range(5)), logprobs={0: 2, 2: 1})
+    settings.masks[0], settings.banned[1] = token_bitmask([1, 2], 320), [3, 4]
+    settings.biases[2] = Bias.of({5: 1.0})
+    settings.penalties[1] = Penalty(TokenCounts.of(320, np.arange(9), np.arange(5)), 1.2, 0.1, 0.1)
+    shard = VocabShard(Alone(size - 1, size), 320 // size * (size - 1))
+    with mode, torch.inference_mode(), OnFakeGPU(), Devices() as devices:
+        logits = torch.empty(3, 320 // size, dtype=torch.bfloat16, device="cuda")
+        changed = device_sampler.adjusted(logits, settings, shard)
+        tokens = torch.empty(3, dtype=torch.int64, device="cuda")
+        assert changed.device.type == "cuda" and changed.dtype == torch.float32 and changed.shape == logits.shape
+        with pytest.raises(DataDependentOutputException):
+            row_logprobs(logits, tokens, [0, 1, 2], {0: 2, 1: 1, 2: 1}, shard)
+    assert not [name for name in devices.elsewhere if name.startswith("nanoinfer.")], "our own operators do not check"
 
 
 SYNCHRONIZATIONS: dict[str, Callable[[torch.Tensor], object]] = {
@@ -292,6 +346,7 @@ SYNCHRONIZATIONS: dict[str, Callable[[torch.Tensor], object]] = {
     "if": lambda x: bool((x > 0).any()),
     "unique": lambda x: x.unique(),
     "synchronize": lambda x: torch.cuda.synchronize(),
+    "pageable copy": lambda x: torch.ones(3).to("cuda"),
 }
 
 
@@ -345,6 +400,43 @@ def test_a_download_is_read_when_its_copy_is_over_and_not_before(monkeypatch: py
     assert calls.event.synchronize.call_count == 1
 
 
+@pytest.mark.parametrize("way", ["upload", "upload_to"])
+def test_what_is_sent_is_pinned_and_not_waited_for(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From memory of each call's own, which torch's allocator does not hand out again while it is read."""
+    staged: list[torch.Tensor] = []
+    copies: list[tuple[bool, bool]] = []
+    empty = torch.empty
+
+    def noting_empty(*arguments: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        made = empty(*arguments, **options)
+        if pin_memory:
+            staged.append(made)
+        return made
+
+    class Sending(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            if function in (torch.Tensor.to, torch.Tensor.copy_):
+                source = args[0] if function is torch.Tensor.to else args[1]
+                copies.append((any(source is one for one in staged), kwargs.get("non_blocking", False)))
+                return source
+            return function(*args, **kwargs)
+
+    arrays = [np.arange(5), np.ones(3, np.float32), np.zeros(0, np.int32)]
+    monkeypatch.setattr(torch, "empty", noting_empty)
+    with Sending():
+        for _ in range(2):
+            if way == "upload":
+                found = attention_upload.upload(arrays, torch.device("cuda"))
+                assert [one.tolist() for one in found] == [array.tolist() for array in arrays]
+            else:
+                target = SimpleNamespace(device=torch.device("cuda"), shape=(5,), dtype=torch.int64)
+                target.copy_ = lambda source, **options: torch.Tensor.copy_(empty(5), source, **options)
+                attention_upload.upload_to(target, arrays[0])  # type: ignore[arg-type]
+                assert staged[-1].tolist() == list(range(5))
+    assert copies == [(True, True)] * 2 and staged[0] is not staged[1]
+
+
 def test_what_is_on_its_way_is_not_overwritten_with_its_source() -> None:
     source = torch.tensor([1, 2])
     download = Download(source)
@@ -387,67 +479,6 @@ def test_a_mixed_step_s_decodes_are_sorted_by_length() -> None:
     decodes = backend.plan(batch, 16).decodes  # type: ignore[attr-defined]
     assert decodes.seq_lens.tolist() == [9, 5, 3]
     assert decodes.rows.tolist() == [1, 7, 0] and decodes.block_tables.tolist() == [[1], [3], [0]]
-
-
-# --- Memory ------------------------------------------------------------------------------------------------------
-
-
-def config(**options: Any) -> EngineConfig:
-    return EngineConfig("somewhere", **options)
-
-
-def test_blocks_fill_the_budget_less_what_is_measured() -> None:
-    """80 GiB, of which 1 to the context: 0.9 * 80 = 72, less 16 of weights, 3 and 0.75 measured, 0.25 of reserve."""
-    memory = GPUMemory(80 * GIB, 79 * GIB, 63 * GIB, 3 * GIB, GIB * 3 // 4)
-    assert num_gpu_blocks(config(), GIB, memory) == 52
-    assert num_gpu_blocks(config(gpu_memory_utilization=0.5), GIB, memory) == 20
-
-
-def test_what_others_hold_is_not_counted_as_ours() -> None:
-    alone = GPUMemory(80 * GIB, 79 * GIB, 63 * GIB, GIB, GIB)
-    beside = GPUMemory(80 * GIB, 49 * GIB, 33 * GIB, GIB, GIB)
-    small = config(gpu_memory_utilization=0.4)
-    # The share that was asked for fits beside the other's 30 GiB, so these change nothing.
-    assert num_gpu_blocks(small, GIB, alone) == num_gpu_blocks(small, GIB, beside) == 13
-    # What does not fit on the card cannot be had: 33 free, less 2.25.
-    assert num_gpu_blocks(config(), GIB, beside) == 30
-
-
-@given(
-    st.integers(0, 60), st.integers(0, 40), st.integers(0, 20), st.integers(0, 8), st.floats(0.05, 1.0),
-    st.integers(1, 64),
-)  # fmt: skip
-def test_the_pool_never_exceeds_the_card_or_the_budget(
-    others: int, loaded: int, activations: int, graphs: int, fraction: float, block: int
-) -> None:
-    free_now = max(0, 80 - others - loaded)
-    memory = GPUMemory(80 * GIB, (80 - others) * GIB, free_now * GIB, activations * GIB, graphs * GIB)
-    bytes_per_block = block * 2**20
-    try:
-        pool = num_gpu_blocks(config(gpu_memory_utilization=fraction), bytes_per_block, memory) * bytes_per_block
-    except ValueError as error:
-        assert str(bytes_per_block) in str(error) and str(memory.loaded) in str(error)
-        assert "gpu_memory_utilization" in str(error) and "max_num_batched_tokens" in str(error)
-        return
-    assert pool >= bytes_per_block
-    assert pool + memory.activations + memory.graphs < memory.free_now
-    assert pool + memory.loaded + memory.activations + memory.graphs < fraction * memory.total
-
-
-def test_too_little_memory_says_what_to_change() -> None:
-    full_card = GPUMemory(80 * GIB, 20 * GIB, 4 * GIB, 3 * GIB, GIB)
-    with pytest.raises(ValueError, match="free memory on the card"):
-        num_gpu_blocks(config(), 2**20, full_card)
-    tight_budget = GPUMemory(80 * GIB, 79 * GIB, 63 * GIB, 3 * GIB, GIB)
-    with pytest.raises(ValueError, match="raise gpu_memory_utilization"):
-        num_gpu_blocks(config(gpu_memory_utilization=0.2), 2**20, tight_budget)
-
-
-def test_a_given_number_of_blocks_may_pass_the_budget_but_not_the_card() -> None:
-    memory = GPUMemory(80 * GIB, 79 * GIB, 63 * GIB, 3 * GIB, GIB * 3 // 4)
-    assert num_gpu_blocks(config(num_kvcache_blocks=58, gpu_memory_utilization=0.3), GIB, memory) == 58
-    with pytest.raises(ValueError, match="num_kvcache_blocks=60 needs 64424509440 bytes, and 63350767616 are left"):
-        num_gpu_blocks(config(num_kvcache_blocks=60), GIB, memory)
 
 
 # --- Which backend, and whether there are GPUs --------------------------------------------------------------------
@@ -508,7 +539,7 @@ def test_every_reason_is_reported_where_nothing_fits(monkeypatch: pytest.MonkeyP
 
 def test_attention_backend_must_be_known() -> None:
     with pytest.raises(ValueError, match="attention_backend is 'xformers'; allowed are 'auto', 'triton'"):
-        config(attention_backend="xformers")
+        EngineConfig("somewhere", attention_backend="xformers")
 
 
 def test_each_rank_needs_a_gpu() -> None:
@@ -516,3 +547,34 @@ def test_each_rank_needs_a_gpu() -> None:
     check_devices(2, 4)
     with pytest.raises(ValueError, match=r"tensor_parallel_size is 4, and torch sees 2 CUDA device\(s\).*CUDA_VISIBLE"):
         check_devices(4, 2)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_takes_its_own_gpu_before_it_meets_the_others(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Mock()
+    calls.group.WORLD.rank.return_value, calls.group.WORLD.size.return_value = rank, 2
+    monkeypatch.setattr(launch, "dist", calls)
+    monkeypatch.setattr(torch.cuda, "set_device", calls.set_device)
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(variable, "eth7")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match="tensor_parallel_size is 2, and torch sees 1"):
+        launch.join(rank, 2, "file", "cuda")
+    assert not calls.mock_calls
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    groups = launch.join(rank, 2, "file", "cuda")
+    assert (groups.tp.rank, groups.tp.size) == (rank, 2) and os.environ["NCCL_SOCKET_IFNAME"].startswith("lo")
+    assert calls.mock_calls[:2] == [call.set_device(rank), call.FileStore("file", 2)]
+    # However long the others take to load: torch's own limit, 300 s, would be in force at the first collective.
+    assert calls.mock_calls[2] == call.FileStore().set_timeout(launch._NEVER)
+    assert calls.mock_calls[3][0] == "init_process_group" and calls.init_process_group.call_args.args == ("nccl",)
+    assert calls.init_process_group.call_args.kwargs["store"] is calls.FileStore.return_value
+    assert calls.init_process_group.call_args.kwargs["rank"] == rank
+
+
+def test_log_probabilities_come_to_the_host_by_the_tensor_and_not_by_the_number() -> None:
+    """Of 64 rows: what is read number by number is a wait for each."""
+    logits, rows = torch.randn(64, 50), list(range(64))
+    with Devices() as devices:
+        row_logprobs(logits, torch.arange(64) % 50, rows, dict.fromkeys(rows, 3), VocabShard())
+    assert not [name for name in devices.operators if "local_scalar" in name]

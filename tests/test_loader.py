@@ -19,9 +19,11 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from gpu_stand_in import OnFakeGPU
 from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 from kit import checkpoint, greedy, hand_merged, make_llm
 from safetensors.torch import load_file, save_file
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from nanoinfer import LLM
 from nanoinfer.attention.cpu import CPUAttention
@@ -98,6 +100,30 @@ def test_a_tied_head_may_be_stored_again_if_it_is_the_embedding(num_shards: int)
     assert_answers("tied", write("tied", tensors, num_shards))
     tensors[HEAD][-1, -1] += 0.5
     refuses(write("tied", tensors, num_shards), HEAD, EMBED, "tie_word_embeddings")
+
+
+def test_a_head_that_is_stored_again_is_compared_on_the_model_s_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Qwen3-0.6B's is, on fake tensors of a GPU: torch compares none across devices."""
+    directory = write("tied", {**(tensors := tensors_of("tied")), HEAD: tensors[EMBED].clone()})
+    config, read = ModelConfig.from_directory(directory), loader._read
+
+    def read_in_earnest(*arguments: Any) -> torch.Tensor:
+        with unset_fake_temporarily():
+            return read(*arguments)
+
+    compared: list[tuple[str, str]] = []
+
+    def equal(mine: torch.Tensor, other: torch.Tensor) -> bool:
+        compared.append((mine.device.type, other.device.type))
+        return mine.dtype == other.dtype
+
+    monkeypatch.setattr(loader, "_read", read_in_earnest)
+    monkeypatch.setattr(torch, "equal", equal)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode(), OnFakeGPU():
+        backend = CPUAttention(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+        model = Qwen3ForCausalLM(config, backend, ParallelGroups.single(), torch.bfloat16, "cuda")
+        load_weights(model, open_checkpoint(directory))
+    assert compared == [("cuda", "cuda")]
 
 
 def test_an_untied_head_is_its_own_and_must_be_there() -> None:

@@ -204,7 +204,7 @@ def assert_dead(llm: LLM, ranks: list[Process], why: str) -> None:
 
 
 @pytest.mark.usefixtures("leaves_nothing")
-@pytest.mark.parametrize(("place", "rank"), [("load", 1), ("join", 0)])
+@pytest.mark.parametrize(("place", "rank"), [("load", 1), ("join", 0), ("allocate", 1)])
 def test_a_value_error_of_a_rank_that_starts_is_raised_as_it_is(
     place: str, rank: int, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -404,6 +404,24 @@ def test_messages_do_not_go_through_shared_memory(model: Model, engine: Engine) 
         shared = [line for line in mappings if "/dev/shm" in line or "SYSV" in line]
         # tqdm makes a lock, in a page of its own.
         assert all("/dev/shm/sem." in line for line in shared) and len(shared) <= 2
+
+
+@pytest.mark.usefixtures("leaves_nothing")
+def test_nccl_finds_the_file_in_which_ranks_have_met_as_long_as_they_live(
+    model: Model, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its monitor asks the store every second; a FileStore waits for a file that is gone, and with it who leaves."""
+
+    def file_of(llm: LLM) -> Path:
+        executor = llm.engine.executor
+        assert isinstance(executor, MultiprocExecutor)
+        return Path(executor._directory, "rendezvous")
+
+    assert not file_of(engine[0]).exists(), "gloo does not need it any more"
+    set_fault(monkeypatch, place="card")
+    with model.start() as llm:
+        model.assert_answers(llm)
+        assert file_of(llm).stat().st_size > 0
 
 
 def test_what_a_rank_listens_on_is_loopback(engine: Engine) -> None:

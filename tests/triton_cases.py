@@ -10,12 +10,15 @@ from __future__ import annotations
 import triton_interpreter  # noqa: F401  (first: it sets the switch)
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+import triton.language as tl
+from triton.runtime import interpreter
 
 from nanoinfer.kernels import reference
 from nanoinfer.kernels.triton import activation, decode, inputs, kv_store, norm, prefill, rotary, sampler, threshold
@@ -27,6 +30,14 @@ few = settings(
     max_examples=10, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, phases=[Phase.generate]
 )
 seeds = st.integers(0, 2**31)
+
+
+@pytest.fixture(autouse=True)
+def memory_without_zeros() -> Iterator[None]:
+    """What a kernel leaves unwritten, or reads before anyone has written it, is NaN (an integer: the largest)."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -129,7 +140,7 @@ class Paged:
 
 
 shapes = st.tuples(
-    st.sampled_from(DTYPES), st.integers(1, 2), st.sampled_from([1, 2, 3, 5, 17]), st.sampled_from([8, 24, 64]),
+    st.sampled_from(DTYPES), st.integers(1, 2), st.sampled_from([1, 2, 3, 5, 17]), st.sampled_from([8, 24, 64, 136]),
     st.sampled_from([1, 4, 5, 16, 100]),
 )  # fmt: skip
 
@@ -164,6 +175,21 @@ def test_paged_decode(
     assert bool((out[others] == 7).all())
 
 
+@pytest.mark.parametrize(("num_splits", "min_tiles"), [(1, 1), (2, 1), (4, 2), (8, 1)])
+def test_decode_where_tiles_and_splits_end(num_splits: int, min_tiles: int) -> None:
+    """Contexts of a tile (32 keys of float32), of whole splits, and one more and less; none, and one."""
+    whole = [32, 64, 96, 128, 256]
+    seq_lens = [0, 1, *(length + more for length in whole for more in (-1, 0, 1))]
+    paged, q = Paged(torch.float32, seq_lens, 1, 8, 16, seed=1), randn(len(seq_lens), 2, 8, seed=0)
+    rows, out = torch.arange(len(q), dtype=torch.int32), torch.empty_like(q)
+    decode.paged_decode(q, paged.k, paged.v, paged.tables, paged.seq_lens, rows, out, 0.3, num_splits, min_tiles)
+    starts = torch.arange(len(q))
+    live = reference.paged_attention(q[1:], paged.k, paged.v, paged.tables[1:], starts, paged.seq_lens[1:], 0.3)
+    assert bool((out[0] == 0).all())
+    for row, expected in zip(out[1:], live, strict=True):
+        assert_near(row, expected)
+
+
 @few
 @given(
     shapes,
@@ -180,7 +206,7 @@ def test_paged_prefill(
     q = randn(int(starts[-1]), kv_heads * group, head_dim, seed=seed, dtype=dtype)
     out = torch.full_like(q, 7.0)
     chosen = np.arange(len(lengths))[:: 2 if seed % 2 else 1]
-    items = prefill.work_items(starts, chosen, prefill.queries_per_tile(dtype, group))
+    items = prefill.work_items(starts, paged.seq_lens.numpy(), chosen, prefill.queries_per_tile(dtype, head_dim, group))
     prefill.paged_prefill(
         q, paged.k, paged.v, paged.tables, paged.seq_lens, torch.from_numpy(starts), torch.from_numpy(items), out,
         head_dim**-0.5,
@@ -196,9 +222,38 @@ def test_paged_prefill(
             assert bool((out[rows] == 7).all()), "another sequence's rows were written"
 
 
+def test_prefill_where_tiles_end() -> None:
+    """First and last queries on either side of where tiles of keys (32) and of queries (8) end."""
+    lengths = [(count, cached) for count in (1, 2, 8, 9, 17) for cached in (0, 1, 22, 23, 29, 30, 31, 32, 33)]
+    paged = Paged(torch.float32, [sum(pair) for pair in lengths], 1, 8, 16, seed=2)
+    starts = np.concatenate(([0], np.cumsum([count for count, _ in lengths]))).astype(np.int32)
+    assert prefill.queries_per_tile(torch.float32, 8, 2) == 8 and prefill.config_for(torch.float32, 8).keys == 32
+    items = torch.from_numpy(prefill.work_items(starts, paged.seq_lens.numpy(), np.arange(len(lengths)), 8))
+    q, where = randn(int(starts[-1]), 2, 8, seed=0), torch.from_numpy(starts)
+    out = torch.empty_like(q)
+    prefill.paged_prefill(q, paged.k, paged.v, paged.tables, paged.seq_lens, where, items, out, 0.3)
+    expected = reference.paged_attention(q, paged.k, paged.v, paged.tables, where, paged.seq_lens, 0.3)
+    for row, right in zip(out, expected, strict=True):
+        assert_near(row, right)
+
+
+def test_a_tile_reads_no_key_after_its_last_query() -> None:
+    paged, q = Paged(torch.float32, [45], 1, 8, 16, seed=3), randn(40, 2, 8, seed=0)
+    starts = torch.tensor([0, 40], dtype=torch.int32)
+    expected = reference.paged_attention(q, paged.k, paged.v, paged.tables, starts, paged.seq_lens, 0.3)
+    for position in range(5 + 8, 45):
+        block = paged.tables[0, position // 16]
+        paged.k[block, :, position % 16] = paged.v[block, :, position % 16] = math.nan
+    out, first = torch.empty_like(q), torch.tensor([[0, 0]], dtype=torch.int32)
+    prefill.paged_prefill(q, paged.k, paged.v, paged.tables, paged.seq_lens, starts, first, out, 0.3)
+    assert_near(out[:8], expected[:8])
+    assert bool(out[8:].isnan().all())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_blocks_beyond_two_to_the_31_elements(dtype: torch.dtype) -> None:
     """Of a pool that large only what is touched is in memory. Every kernel that writes to one or reads it."""
+    torch.use_deterministic_algorithms(False)  # nobody fills the pool
     kv_heads, block_size, head_dim, length = 2, 16, 64, 40
     num_blocks = 2**31 // (kv_heads * block_size * head_dim) + 4
     k_cache, v_cache = (torch.empty(num_blocks, kv_heads, block_size, head_dim, dtype=dtype) for _ in range(2))
@@ -227,11 +282,32 @@ def test_blocks_beyond_two_to_the_31_elements(dtype: torch.dtype) -> None:
     assert_near(out[4:], expected[4:])
 
 
+def test_an_empty_batch_is_no_work() -> None:
+    """Not even a grid of no programs, which CUDA refuses, where a kernel has one program or more to a row."""
+    x, cache = torch.empty(0, 8), torch.full((2, 1, 16, 8), 7.0)
+    one, i64, i32, f64 = torch.ones(8), *(torch.empty(0, dtype=d) for d in (torch.int64, torch.int32, torch.float64))
+    row, tables = torch.empty(0), torch.empty(0, 4, dtype=torch.int32)
+    assert norm.rms_norm(x, one, 1e-6).shape == norm.add_rms_norm(x, x.clone(), one, 1e-6).shape == (0, 8)
+    assert activation.silu_and_mul(x).shape == (0, 4)
+    q = kv_store.norm_rotate_store(x.view(0, 4, 8), one, one, x[:, :4], x[:, :4], cache, cache, i64, 1e-6)
+    assert q.shape == (0, 2, 8)
+    kv_store.store_kv(x.view(0, 1, 8), x.view(0, 1, 8), cache, cache, i64)
+    decode.paged_decode(x.view(0, 1, 8), cache, cache, tables, i32, i32, x.view(0, 1, 8), 1.0, 4, 1)
+    starts, items = torch.zeros(1, dtype=torch.int32), torch.empty(0, 2, dtype=torch.int32)
+    prefill.paged_prefill(x.view(0, 1, 8), cache, cache, tables, i32, starts, items, x.view(0, 1, 8), 1.0)
+    best, winners = sampler.row_argmax(x)
+    least = threshold.sampling_threshold(x, best, row, row, i32, row)
+    sums = sampler.segment_sums(x, best, row, least)
+    assert sampler.choose(x, best, winners, row, least, sums, f64).shape == winners.shape == (0,)
+    sampler.penalize(x, i32, torch.empty(0, 8, dtype=torch.int32), row, row, row)
+    assert bool((cache == 7).all())
+
+
 def test_each_query_has_exactly_one_work_item() -> None:
     starts = np.array([0, 3, 3 + 64, 3 + 64 + 65, 3 + 64 + 65 + 1])
-    items = prefill.work_items(starts, np.array([0, 2, 3]), 64)
+    items = prefill.work_items(starts, np.array([3, 64, 65, 501]), np.array([0, 2, 3]), 64)
     assert sorted(map(tuple, items.tolist())) == [(0, 0), (2, 0), (2, 64), (3, 0)]
-    assert items[0].tolist() == [2, 64], "the tile with the longest context comes first"
+    assert items[:2].tolist() == [[3, 0], [2, 64]], "the tile with the longest context comes first, cached or not"
 
 
 @few
@@ -259,7 +335,7 @@ def test_prepare_decode_and_store_tokens(count: int, block_size: int, seed: int)
     for out, of_rows in zip(outputs[6:], settings, strict=True):
         assert torch.equal(out[live], of_rows[rows[live].long()]) and not out[~live].any()
 
-    tokens = torch.from_numpy(rng.integers(-1, 1000, count))
+    tokens = torch.from_numpy(rng.integers(0, 1000, count)).where(torch.from_numpy(rng.random(count) < 0.7), -1)
     before = last_token.clone()
     inputs.store_tokens(last_token, rows, tokens)
     before[rows[live].long()] = tokens[live].clamp(min=0)
@@ -286,6 +362,8 @@ def test_row_argmax(dtype: torch.dtype, rows: int, columns: int, seed: int) -> N
         broken = logits.clone()
         broken[0, 0 if math.isfinite(bad) or bad != -math.inf else slice(None)] = bad
         best = sampler.row_argmax(broken)[0]
+        # Not NaN, which a GPU's maximum leaves out where the interpreter's does not.
+        assert best[0] == (-math.inf if bad == -math.inf else math.inf)
         assert not bool(best[0].isfinite()) and bool(best[1:].isfinite().all())
 
 
@@ -303,6 +381,60 @@ def test_draw(dtype: torch.dtype, rows: int, columns: int, seed: int) -> None:
     # Beyond the end (sums that were rounded up): the last token that has a weight.
     tokens = sampler.draw(logits, best, inverse, least, sums, sums.sum(dim=-1) * 1.001)
     assert torch.equal(tokens, reference.draw(logits, best, inverse, least, sums.sum(dim=-1) * 1.001))
+
+
+def test_draw_on_the_edges_of_tokens_and_segments() -> None:
+    """Of 1200 equal tokens, each weighs 1: a target is the column, up to where the next begins; greedy rows aside."""
+    targets = torch.tensor([0.0, 0.5, 1.0, 511.0, 511.5, 512.0, 513.0, 1023.0, 1024.0, 1199.0], dtype=torch.float64)
+    n = len(targets)
+    logits, best, ones, least = torch.zeros(n, 1200), torch.zeros(n), torch.ones(n), torch.full((n,), -math.inf)
+    sums = sampler.segment_sums(logits, best, ones, least)
+    assert sums.tolist() == [[512.0, 512.0, 176.0]] * n
+    columns = targets.long()
+    assert torch.equal(sampler.draw(logits, best, ones, least, sums, targets), columns)
+    assert torch.equal(reference.draw(logits, best, ones, least, targets), columns)
+    # As shares: in 1024 columns these are exact.
+    shares, logits = torch.arange(n, dtype=torch.float64) / 16, logits[:, :1024]
+    sums = sampler.segment_sums(logits, best, ones, least)
+    tokens = sampler.choose(logits, best, torch.full((n,), 5), ones, least, sums, shares)
+    assert tokens.tolist() == [64 * i for i in range(n)]
+
+
+def parallel_sums(x: np.ndarray) -> np.ndarray:
+    """Cumulative ones along the last dimension, added as a GPU does (Hillis and Steele, 1986)."""
+    sums = x.copy()
+    for distance in (1 << i for i in range((x.shape[-1] - 1).bit_length())):
+        sums[..., distance:] = sums[..., distance:] + sums[..., :-distance]
+    return sums
+
+
+@pytest.mark.parametrize("within_a_segment", [False, True])
+def test_what_weighs_nothing_is_not_drawn(monkeypatch: pytest.MonkeyPatch, within_a_segment: bool) -> None:
+    """Sums that are made in parallel are added in another order at each place: they may rise where nothing is added."""
+
+    def scan(self: interpreter.ScanOps, source: tl.tensor) -> list[tl.tensor]:
+        return [self.to_tensor(parallel_sums(source.handle.data), dtype=source.dtype)]
+
+    monkeypatch.setattr(interpreter.ScanOps, "cumsum", scan)
+    rng = np.random.default_rng(0)
+    rows, parts = 100, sampler.SEGMENT if within_a_segment else 64
+    logits = rng.uniform(-80, 0, (rows, parts)).astype(np.float32)
+    logits[rng.random((rows, parts)) < 0.5] = -math.inf
+    logits[:, 0] = 0.0
+    ends = parallel_sums(np.exp(logits).astype(np.float64))
+    rises = np.isinf(logits[:, 1:]) & (ends[:, 1:] > ends[:, :-1])
+    chosen = rises.any(axis=1)
+    assert chosen.sum() > 5, "the case in question"
+    where = rises[chosen].argmax(axis=1)
+    targets, columns = torch.from_numpy(ends[chosen, where]), torch.from_numpy(logits[chosen])
+    if not within_a_segment:
+        spread = torch.full((*columns.shape, sampler.SEGMENT), -math.inf)
+        spread[:, :, 7] = columns
+        columns = spread.flatten(1)
+    flat = torch.zeros(len(columns))
+    sums = sampler.segment_sums(columns, flat, flat + 1, flat - math.inf)
+    tokens = sampler.draw(columns, flat, flat + 1, flat - math.inf, sums, targets)
+    assert bool(columns.gather(1, tokens.unsqueeze(1)).isfinite().all())
 
 
 @few
@@ -341,7 +473,9 @@ def test_rotary(dtype: torch.dtype, tokens: int, half: int, amplitude: float, se
 
 
 filters = st.tuples(
-    st.sampled_from([0.0, 0.05, 1.0]), st.sampled_from([0, 1, 3, 50, 10**6]), st.sampled_from([1.0, 0.9, 0.3, 1e-6])
+    st.sampled_from([0.0, 0.05, 1.0]),
+    st.sampled_from([0, 1, 3, 50, 10**6]),
+    st.sampled_from([1.0, 0.99999, 0.9, 0.3, 1e-6]),
 )
 
 
@@ -377,6 +511,13 @@ def test_top_k_keeps_ties_and_top_p_the_least_set(dtype: torch.dtype) -> None:
     assert kept(top_p=0.5) == [1, 2] and kept(top_p=0.85) == [1, 2, 4] and kept(top_p=0.95) == [0, 1, 2, 4]
     assert kept(min_p=0.3) == [1, 2, 4] and kept(min_p=1.0) == [1, 2]
     assert kept(top_k=3, top_p=0.9) == [1, 2, 4], "top_p is of what top_k leaves"
+    logits = torch.tensor([[-1.0, -0.0, 0.0, -math.inf, -3.0, -math.inf]], dtype=dtype)
+    best = torch.tensor([0.0])
+    assert kept(top_k=1) == kept(top_p=0.3) == kept(min_p=1.0) == [1, 2], "zeros of either sign are ties"
+    assert kept(top_k=4) == [0, 1, 2, 4] and kept(top_k=5) == [0, 1, 2, 3, 4, 5]
+    # Weights 1, 6.1e-6 and 8.3e-7: of the sum, 1 - 7e-6 and 1 - 8.3e-7.
+    logits = torch.tensor([[-12.0, -14.0, 0.0]], dtype=dtype)
+    assert kept(top_p=0.99999) == [2] and kept(top_p=0.999998) == [0, 2] and kept(top_p=1 - 2**-22) == [0, 1, 2]
 
 
 @few

@@ -80,6 +80,14 @@ def compile_for_real(yes: bool) -> None:
     JITFunction._do_compile = do_compile
 
 
+def forget(kernels: list[Any]) -> None:
+    """As in a new process: what is launched will be compiled. kernels: and anything else, which is left alone."""
+    compiled.clear()
+    for kernel in kernels:
+        if isinstance(kernel, JITFunction):
+            kernel.device_caches.clear()
+
+
 class _Nothing:
     function = packed_metadata = None
 

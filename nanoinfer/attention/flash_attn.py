@@ -62,12 +62,12 @@ class FlashAttention(TritonAttention):
         seq_lens, starts = batch.seq_lens, batch.query_start_loc
         key_starts = torch.nn.functional.pad(seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
         arrays = [seq_lens.numpy(), starts.numpy(), key_starts.numpy()]
+        # max_seq_len is a bound of all steps, and the tables have columns for this one's longest sequence.
+        max_seq_len = min(batch.max_seq_len, batch.block_tables.shape[1] * block_size)
         lens, query_start_loc, key_start_loc = upload(arrays, batch.block_tables.device)
         if batch.is_decode_only:
-            return self.plan_decode(batch.block_tables, lens, batch.max_seq_len)
-        return _FlashPlan(
-            batch.block_tables, lens, query_start_loc, key_start_loc, batch.max_query_len, batch.max_seq_len
-        )
+            return self.plan_decode(batch.block_tables, lens, max_seq_len)
+        return _FlashPlan(batch.block_tables, lens, query_start_loc, key_start_loc, batch.max_query_len, max_seq_len)
 
     def plan_decode(self, block_tables: torch.Tensor, seq_lens: torch.Tensor, max_seq_len: int) -> object:
         return _FlashPlan(block_tables, seq_lens, None, None, 1, max_seq_len)

@@ -83,8 +83,8 @@ class TritonAttention(AttentionBackend):
         # Decode attention starts its programs in this order: none with a long context should start late.
         single = single[np.argsort(-seq_lens[single], kind="stable")]
         assert self.dtype is not None, "plan before allocate"
-        num_queries = prefill.queries_per_tile(self.dtype, self.num_heads // self.num_kv_heads)
-        items = prefill.work_items(starts, several, num_queries)
+        num_queries = prefill.queries_per_tile(self.dtype, self.head_dim, self.num_heads // self.num_kv_heads)
+        items = prefill.work_items(starts, seq_lens, several, num_queries)
         device = batch.block_tables.device
         on_device = upload([seq_lens, starts, single.astype(np.int32), starts[single], items], device)
         all_lens, all_starts, chosen, rows, all_items = on_device

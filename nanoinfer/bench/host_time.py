@@ -83,6 +83,7 @@ def _step_seconds(llm: LLM, num_seqs: int, as_on_gpu: bool) -> list[float]:
         # Their inputs are still made, by a kernel.
         replay.tokens = lambda: [7] * replay.num_seqs  # type: ignore[method-assign]
     llm.engine.async_scheduling = executor.runs_apart = True
+    assert llm.engine.overlaps_steps
     if as_on_gpu:
         _use_instant_device(runner, llm.engine.scheduler.config)
     seconds: list[float] = []

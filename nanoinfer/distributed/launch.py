@@ -39,6 +39,8 @@ def join(rank: int, size: int, rendezvous_file: str, device: str) -> ParallelGro
     if device == "cuda":
         torch.cuda.set_device(rank)
     store = dist.FileStore(rendezvous_file, size)
+    # NCCL meets at the first collective, so that a rank with its weights waits here for one without.
+    store.set_timeout(_NEVER)
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_NEVER)
     world = dist.group.WORLD

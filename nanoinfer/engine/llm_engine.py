@@ -386,8 +386,9 @@ def _scheduler_config(config: EngineConfig, model_config: ModelConfig, capacity:
     if max_model_len > num_slots:
         logger.warning(
             "max_model_len is lowered from %d to %d, which is what the KV pool holds (%d blocks of %d tokens, %d bytes "
-            "each); cpu_kvcache_gib or num_kvcache_blocks make it larger",
+            "each); %s or num_kvcache_blocks make it larger",
             max_model_len, num_slots, capacity.num_blocks, capacity.block_size, capacity.bytes_per_block,
+            "cpu_kvcache_gib" if capacity.device == "cpu" else "gpu_memory_utilization",
         )  # fmt: skip
         max_model_len = num_slots
     return SchedulerConfig(

@@ -71,7 +71,7 @@ class MultiprocExecutor(Executor):
     worker_module = "nanoinfer.executor.worker_main"
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, model_dir: Path, seed: int) -> None:
-        self._timeout = config.step_timeout
+        self._timeout, self._load_timeout = config.step_timeout, config.load_timeout
         self._death: str | None = None
         # The last step that was submitted, and the last one whose answer has been taken.
         self._last_index = self._last_taken = 0
@@ -103,10 +103,12 @@ class MultiprocExecutor(Executor):
                 self._send(rank, encode(Start(config, model_config, str(model_dir), seed, rank.index, rendezvous_file)))
             what = "loading the model"
             self._started = [
-                self._expect(Started, rank, what, _Deadline.of(config.load_timeout)) for rank in self._ranks
+                self._expect(Started, rank, what, _Deadline.of(self._load_timeout)) for rank in self._ranks
             ]
-            shutil.rmtree(self._directory, ignore_errors=True)  # they have met
-            self._has_started = True
+            if self.capacity().device == "cpu":
+                shutil.rmtree(self._directory, ignore_errors=True)  # they have met
+            # NCCL's monitor looks into the file every second for as long as a rank lives. Without it, it would wait for
+            # the file to come back, and the rank that is to leave for the monitor.
         except BaseException:
             kill(self._ranks)
             self._finalizer()
@@ -118,7 +120,9 @@ class MultiprocExecutor(Executor):
     def allocate(self, limits: SchedulerConfig) -> None:
         self._broadcast(encode(Allocate(limits)))
         for rank in self._ranks:
-            self._expect(Allocated, rank, "allocating the KV cache", _Deadline.of(self._timeout))
+            # On a GPU graphs are captured and kernels compiled for them: a part of the start, not a step.
+            self._expect(Allocated, rank, "allocating the KV cache", _Deadline.of(self._load_timeout))
+        self._has_started = True
 
     def submit(self, plan: SchedulerOutput) -> StepHandle:
         has_unanswered = self._last_taken < self._last_index

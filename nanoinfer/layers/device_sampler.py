@@ -74,8 +74,8 @@ def sample_on_device(logits: torch.Tensor, sampling: DeviceSampling, shard: Voca
 def adjusted(logits: torch.Tensor, batch: SamplingBatch, shard: VocabShard) -> torch.Tensor:
     """Masks, bans, biases and penalties on the rows that have them, in float32; the logits as they are if none has.
 
-    What the host knows of those rows is sent over: 4 bytes per token of the vocabulary and row with penalties, a bit
-    per token and row with a mask.
+    What the host knows of those rows is sent over: 4 bytes per token of the vocabulary and row with penalties, for
+    which it waits, a bit per token and row with a mask.
     """
     if not batch.adjusts_logits:
         return logits
@@ -92,7 +92,9 @@ def _mask(logits: torch.Tensor, masks: dict[int, np.ndarray], shard: VocabShard)
     """Columns beyond the words are padding, and -inf as they are."""
     if not masks:
         return
-    words = torch.from_numpy(np.stack(list(masks.values())).astype(np.int32, copy=False)).to(logits.device)
+    host_words = np.stack(list(masks.values())).astype(np.int32, copy=False)
+    (flat,) = upload([host_words], logits.device)
+    words = flat.view(host_words.shape)
     num_columns = max(0, min(logits.shape[1], 32 * words.shape[1] - shard.first_id))
     ids = torch.arange(shard.first_id, shard.first_id + num_columns, device=logits.device)
     # Row by row: bits as wide as words would be as large as the logits.
@@ -104,19 +106,19 @@ def _mask(logits: torch.Tensor, masks: dict[int, np.ndarray], shard: VocabShard)
 def _ban(logits: torch.Tensor, banned: dict[int, list[int]], shard: VocabShard) -> None:
     ids = ((row, token_id - shard.first_id) for row, token_ids in banned.items() for token_id in token_ids)
     if pairs := [(row, column) for row, column in ids if 0 <= column < logits.shape[1]]:
-        row_index, column_index = torch.tensor(pairs, device=logits.device).T
-        logits[row_index, column_index] = float("-inf")
+        rows, columns = upload(list(np.array(pairs, np.int64).T), logits.device)
+        logits.index_put_((rows, columns), logits.new_full((), float("-inf")))
 
 
 def _add_biases(logits: torch.Tensor, biases: dict[int, Bias], shard: VocabShard) -> None:
     if not biases:
         return
-    rows = torch.cat([torch.full_like(bias.token_ids, row) for row, bias in biases.items()])
-    columns = torch.cat([bias.token_ids for bias in biases.values()]) - shard.first_id
-    values = torch.cat([bias.values for bias in biases.values()])
+    ids, added = zip(*((bias.token_ids.numpy(), bias.values.numpy()) for bias in biases.values()), strict=True)
+    rows = np.repeat(list(biases), [len(of_row) for of_row in ids])
+    columns, values = np.concatenate(ids) - shard.first_id, np.concatenate(added)
     is_mine = (columns >= 0) & (columns < logits.shape[1])
-    index = (rows[is_mine].to(logits.device), columns[is_mine].to(logits.device))
-    logits.index_put_(index, values[is_mine].to(logits.device), accumulate=True)
+    row_index, column_index, mine = upload([x[is_mine] for x in (rows, columns, values)], logits.device)
+    logits.index_put_((row_index, column_index), mine, accumulate=True)
 
 
 def _penalize(logits: torch.Tensor, penalties: dict[int, Penalty], shard: VocabShard) -> None:

@@ -366,13 +366,16 @@ def _chunk_logprobs(
     values = tp.all_gather(local.values)
     ids = tp.all_gather(local.indices + shard.first_id)
     best = values.topk(k, dim=-1)
-    best_ids = ids.gather(1, best.indices)
-    own_logprobs, best_logprobs = own.double() - normalizer, best.values.double() - normalizer
+    best_ids = ids.gather(1, best.indices).tolist()
+    # Whole tensors, not their elements: on a GPU each transfer is a wait.
+    token_ids, own_ranks = chosen.tolist(), ranks.flatten().tolist()
+    own_logprobs = (own.double() - normalizer).flatten().tolist()
+    best_logprobs = (best.values.double() - normalizer).tolist()
     return {
         row: TokenLogprobs(
-            token_ids=[int(chosen[i]), *best_ids[i, : num_best[row]].tolist()],
-            logprobs=[float(own_logprobs[i]), *best_logprobs[i, : num_best[row]].tolist()],
-            ranks=[int(ranks[i]), *range(1, min(num_best[row], k) + 1)],
+            token_ids=[token_ids[i], *best_ids[i][: num_best[row]]],
+            logprobs=[own_logprobs[i], *best_logprobs[i][: num_best[row]]],
+            ranks=[own_ranks[i], *range(1, min(num_best[row], k) + 1)],
         )
         for i, row in enumerate(rows)
     }

@@ -153,7 +153,8 @@ def _check_tied(checkpoint: Checkpoint, embedding: ShardSpec) -> None:
     head = ShardSpec(_HEAD, embedding.shape, embedding.index, embedding.dest)
     with _open(checkpoint.directory / file_name) as file:
         _check(file, head, file_name)
-        if not torch.equal(_read(file, head, file_name).to(embedding.dest.dtype), embedding.dest):
+        # To its dtype and its device: tensors on two devices are never equal, but an error.
+        if not torch.equal(_read(file, head, file_name).to(embedding.dest), embedding.dest):
             raise ValueError(
                 f"{file_name}: {_HEAD!r} differs from {_EMBEDDING!r}, yet config.json sets tie_word_embeddings; "
                 "if the head is meant to be its own, set it to false"

@@ -93,7 +93,9 @@ class DecodeGraphs:
         self._outputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def capture(self, *, show_progress: bool = False) -> None:
-        for size in tqdm(self.sizes[::-1], desc="Capturing CUDA graphs", leave=False, disable=not show_progress):
+        # None: where there is a terminal to show it on.
+        hidden = None if show_progress else True
+        for size in tqdm(self.sizes[::-1], desc="Capturing CUDA graphs", leave=False, disable=hidden):
             self.capture_size(size)
 
     def capture_size(self, size: int) -> None:

@@ -5,8 +5,9 @@ they are, everything else is on the device, and a CUDA graph holds it where ther
 host, as on a CPU, and sent; last sampled tokens are filled in on the device.
 
 A step is launched, and nothing waits for the device: sampled tokens stay there for the next step, and reach the host by
-a copy that is read when their step's result is asked for. Only steps with masks, bans, biases, penalties or
-log-probabilities wait, since the host prepares or reads these, for the rows that have them.
+a copy that is read when their step's result is asked for. Only steps with penalties, bad words or log-probabilities
+wait, since the host has to see tokens before it goes on, for the rows that have them; what masks, bans and biases need
+is sent like all else.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ class DeviceRunner:
 
     def launch(
         self, plan: SchedulerOutput, batch: InputBatch
-    ) -> tuple[StepRows, Download | None, dict[int, TokenLogprobs], torch.Tensor | None]:
+    ) -> tuple[StepRows, Download, dict[int, TokenLogprobs], torch.Tensor | None]:
         """`batch` has taken the plan in.
 
-        Returns the ids of the rows that sample (None if there are none; to be `checked`), log-probabilities by sampled
-        row, and the hidden states of all tokens, which a decode step does not keep.
+        Returns the ids of the rows that sample (to be `checked`; where there are none, what tells the step's end),
+        log-probabilities by sampled row, and the hidden states of all tokens, which a decode step does not keep.
         """
         self.rows.apply(plan, batch)
         # Programs start in the batch's order: none with a long context should start late.
@@ -74,7 +75,8 @@ class DeviceRunner:
             hidden = self.forward(sent)
             logits, tokens, is_done = self.compute_logits(hidden, sent.logits_indices), None, False
         if not len(step.sampled):
-            return step, None, {}, hidden
+            # Or the host would run ahead by all the chunks of a long prompt, which others then wait for.
+            return step, Download(self.rows.last_token[:0]), {}, hidden
         logprobs = {}
         if tokens is None or not is_done or batch.has_special(step):
             sampling = batch.sampling(step)

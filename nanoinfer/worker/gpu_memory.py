@@ -1,13 +1,15 @@
 """How large the pool of KV blocks on a GPU may be: what is free now, less what a step and its graphs will need.
 
-Three rules. Memory that other processes hold is not ours: it counts neither as used by us nor as free for us. What a
-step needs is measured by running the largest one, logits and sampler included, and by capturing two graphs. And the
-engine as a whole stays within `gpu_memory_utilization` of the card.
+Three rules. Memory that other processes hold is not ours: it counts neither as used by us nor as free for us, whatever
+they take or give back while we start; so torch's allocator is asked what we hold, and the card only what is free. What
+a step needs is measured by running the largest one, logits and sampler included, and by capturing two graphs. And what
+we allocate stays within `gpu_memory_utilization` of the card.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,39 +23,35 @@ from nanoinfer.worker.device_runner import DeviceRunner
 
 # Kept free beside all that was measured: fragments, and what libraries allocate late.
 _RESERVE = 256 * 2**20
+_ADVICE = "lower max_num_batched_tokens or max_num_seqs, pass enforce_eager=True, or use more GPUs"
 
 
 @dataclass(frozen=True)
 class GPUMemory:
-    """In bytes. total: of the card; free_at_start: before we allocated anything; free_now: with weights loaded, and the
-    allocator's cache given back; activations: of the largest step, beyond what is allocated now; graphs: of all."""
+    """In bytes. total: of the card; loaded: what the engine has allocated, weights above all; free: now, with that, and
+    with the allocator's cache given back; activations: of the largest step, beyond `loaded`; graphs: of all."""
 
     total: int
-    free_at_start: int
-    free_now: int
+    loaded: int
+    free: int
     activations: int
     graphs: int
-
-    @property
-    def loaded(self) -> int:
-        """What we have taken since the start: weights, above all."""
-        return max(0, self.free_at_start - self.free_now)
 
 
 def num_gpu_blocks(config: EngineConfig, bytes_per_block: int, memory: GPUMemory) -> int:
     """Blocks for this rank. Raises ValueError, with bytes and advice, if what is asked has no room."""
     needed = memory.activations + memory.graphs + _RESERVE
     within_budget = int(config.gpu_memory_utilization * memory.total) - memory.loaded - needed
-    physically = memory.free_now - needed
+    physically = memory.free - needed
     room = min(within_budget, physically)
-    others = memory.total - memory.free_at_start
+    others = max(0, memory.total - memory.free - memory.loaded)
     figures = (
-        f"the card has {memory.total} bytes, of which {others} were taken by others when this rank started; weights "
-        f"take {memory.loaded}, the largest step {memory.activations}, CUDA graphs {memory.graphs}, the reserve "
-        f"{_RESERVE}; gpu_memory_utilization={config.gpu_memory_utilization:g}"
+        f"the card has {memory.total} bytes, of which {memory.free} are free, {memory.loaded} hold weights, and "
+        f"{others} are taken by others and by CUDA itself; the largest step {memory.activations}, "
+        f"CUDA graphs {memory.graphs}, the reserve {_RESERVE}; gpu_memory_utilization={config.gpu_memory_utilization:g}"
     )
     advice = "free memory on the card" if physically < within_budget else "raise gpu_memory_utilization"
-    advice += ", lower max_num_batched_tokens or max_num_seqs, pass enforce_eager=True, or use more GPUs"
+    advice += f", {_ADVICE}"
     if config.num_kvcache_blocks is not None:
         # The user's word goes over the budget, not over the card.
         wanted = config.num_kvcache_blocks * bytes_per_block
@@ -71,12 +69,22 @@ def num_gpu_blocks(config: EngineConfig, bytes_per_block: int, memory: GPUMemory
     return room // bytes_per_block
 
 
+@contextmanager
+def told_when_out_of_memory(what: str) -> Iterator[None]:
+    """Start-up on a card that has too little for it: the user's to mend, so a ValueError, with torch's figures."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ValueError(f"no memory is left for {what} ({error}); free memory on the card, {_ADVICE}") from error
+
+
 @torch.inference_mode()
 def run_largest_step(runner: DeviceRunner) -> None:
     """A step of the whole token budget and as many sequences as may run; stores nothing.
 
     It is sampled with every filter, then once more with penalties, for which logits are copied in float32 and counts
-    are sent. So what a later step may launch is compiled as well.
+    are sent; decodes of each size follow, since kernels differ by the number of splits. So what a later step may launch
+    is compiled as well, with graphs and without.
     """
     from nanoinfer.kernels.triton import inputs, sampler
 
@@ -109,6 +117,8 @@ def run_largest_step(runner: DeviceRunner) -> None:
     wide, rows = logits.to(torch.float32, copy=True), torch.arange(num_seqs, dtype=torch.int32, device=logits.device)
     sampler.penalize(wide, rows, torch.zeros_like(wide, dtype=torch.int32), of_all(1.0), of_all(0.0), of_all(0.0))
     inputs.store_tokens(runner.rows.last_token, rows.fill_(-1), sample_on_device(wide, sampling, runner.shard))
+    for size in graph_sizes(limits.max_num_seqs):
+        runner.decode(torch.full((2, size), -1, dtype=torch.int32, device=logits.device))
 
 
 def graph_bytes(

@@ -29,7 +29,13 @@ from nanoinfer.worker.cuda_graph import DecodeGraphs, graph_factory, graph_sizes
 from nanoinfer.worker.decode_replay import DecodeReplay, make_logits_memory, make_replay, make_workspace
 from nanoinfer.worker.device_runner import DeviceRunner
 from nanoinfer.worker.download import Download
-from nanoinfer.worker.gpu_memory import GPUMemory, graph_bytes, num_gpu_blocks, run_largest_step
+from nanoinfer.worker.gpu_memory import (
+    GPUMemory,
+    graph_bytes,
+    num_gpu_blocks,
+    run_largest_step,
+    told_when_out_of_memory,
+)
 from nanoinfer.worker.input_batch import InputBatch, PromptPart, StepRows
 from nanoinfer.worker.kv_cache import available_memory, num_cpu_blocks, return_freed_memory
 
@@ -55,7 +61,8 @@ class LaunchedStep:
     def result(self) -> StepResult:
         """Waits for it. Raises FloatingPointError if its logits were not finite."""
         if self._tokens is not None:
-            self._result.token_ids.update(_by_sequence(self._seq_ids, checked(self._tokens.tolist())))
+            token_ids = self._tokens.tolist()
+            self._result.token_ids.update(_by_sequence(self._seq_ids, checked(token_ids) if token_ids else []))
         return self._result
 
 
@@ -76,10 +83,11 @@ class ModelRunner:
         self.kv_dtype = torch.int8 if config.kv_cache_dtype == "int8" else self.dtype
         check_int8(config, self.dtype, self.device, is_first_rank=groups.tp.rank == 0)
         if self.device == "cuda":
-            # What an engine before this one in the same process has left is not others' memory: it is given back.
+            # What an engine before this one in the same process has left is given back; what the process holds beside
+            # is not ours.
             gc.collect()
             torch.cuda.empty_cache()
-            self._free_at_start = torch.cuda.mem_get_info()[0]
+            self._reserved_at_start = torch.cuda.memory_reserved()
         backend_class = select_backend(
             model_config, self.device, self.kv_dtype, config.kvcache_block_size, config.attention_backend
         )
@@ -88,7 +96,7 @@ class ModelRunner:
         )
         self.backend = backend_class(num_heads, num_kv_heads, model_config.head_dim)
         self.block_size = config.kvcache_block_size or self.backend.default_block_size
-        with torch.inference_mode():
+        with torch.inference_mode(), told_when_out_of_memory("the weights"):
             self.model = Qwen3ForCausalLM(model_config, self.backend, groups, self.dtype, self.device)
             if checkpoint is None:
                 load_dummy_weights(self.model, seed)
@@ -111,7 +119,9 @@ class ModelRunner:
         )
         num_tokens = self.config.max_num_batched_tokens or _DEFAULT_BATCHED_TOKENS[self.device]
         if self.device == "cuda":
-            num_blocks = num_gpu_blocks(self.config, bytes_per_block, self._measure_memory(num_tokens))
+            with told_when_out_of_memory("the largest step"):
+                memory = self._measure_memory(num_tokens)
+            num_blocks = num_gpu_blocks(self.config, bytes_per_block, memory)
         else:
             num_blocks = num_cpu_blocks(self.config, bytes_per_block, available_memory())
         return KVCacheCapacity(
@@ -125,7 +135,11 @@ class ModelRunner:
         )
 
     def allocate(self, limits: SchedulerConfig) -> None:
-        """Allocates the pool and the rows, in the size that all ranks agreed on."""
+        """Allocates the pool and the rows, in the size that all ranks agreed on, and captures graphs over them."""
+        with told_when_out_of_memory("the KV cache and the CUDA graphs"):
+            self._allocate(limits)
+
+    def _allocate(self, limits: SchedulerConfig) -> None:
         self._kv_cache = self.backend.allocate(
             self.model_config.num_hidden_layers,
             limits.num_blocks,
@@ -183,12 +197,12 @@ class ModelRunner:
         torch.cuda.empty_cache()
         graphs = 0
         if (make_graph := graph_factory(self.device, self.config.enforce_eager)) is not None:
-            graphs = graph_bytes(runner, make_graph, lambda: torch.cuda.mem_get_info()[0], limits.max_num_seqs)
+            graphs = graph_bytes(runner, make_graph, _free_bytes, limits.max_num_seqs)
         del runner, kv_cache
         gc.collect()
-        torch.cuda.empty_cache()
-        free_now, total = torch.cuda.mem_get_info()
-        return GPUMemory(total, self._free_at_start, free_now, activations, graphs)
+        free = _free_bytes()
+        loaded = torch.cuda.memory_reserved() - self._reserved_at_start
+        return GPUMemory(torch.cuda.mem_get_info()[1], loaded, free, activations, graphs)
 
     @property
     def kv_cache(self) -> KVCache:
@@ -215,7 +229,7 @@ class ModelRunner:
         if self._device_runner is not None:
             rows, download, logprobs, hidden = self._device_runner.launch(plan, self._batch)
             token_ids = None
-            if download is not None and self._batch.needs_tokens(rows):
+            if self._batch.needs_tokens(rows):
                 token_ids = checked(download.tolist())
         else:
             rows, token_ids, logprobs, hidden = self._run(plan, self._batch)
@@ -275,6 +289,12 @@ class ModelRunner:
 
     def sample(self, logits: torch.Tensor, sampling: SamplingBatch) -> tuple[list[int], dict[int, TokenLogprobs]]:
         return sample(logits, sampling, self._vocab_shard)
+
+
+def _free_bytes() -> int:
+    """Of the card, for anybody; what the allocator keeps for later, such as what a graph's first run took, is free."""
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
 
 
 def resolve_device(requested: str, model_config: ModelConfig) -> str:

@@ -55,6 +55,7 @@ class Shape:
 @dataclass(frozen=True)
 class Launch:
     kernel: Any
+    grid: tuple[int, ...]
     arguments: tuple[Any, ...]
     options: dict[str, Any]
 
@@ -82,7 +83,7 @@ class _Recorder:
         self._kernel, self._launches = kernel, launches
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *arguments, **options: self._launches.append(Launch(self._kernel, arguments, options))
+        return lambda *arguments, **options: self._launches.append(Launch(self._kernel, grid, arguments, options))
 
 
 @contextlib.contextmanager
@@ -136,13 +137,20 @@ def launches_of(
 
 
 def shipped(capability: int) -> Iterator[tuple[str, Launch]]:
-    """(shape, launch): every kernel for Qwen3-0.6B; attention for five heads to a group (14B), and in float32, too."""
+    """(shape, launch): every kernel for Qwen3-0.6B; attention for five heads to a group (14B), for the largest heads
+    ("wide"), and in float32, too; the sampler's for logits in float32, as penalties leave them."""
     for launch in launches_of(Shape(), capability):
         yield "0.6B", launch
-    others = {"14B": Shape(hidden_size=5120, num_heads=40), "float32": Shape(dtype=torch.float32)}
+    sampler_names = ("partial_argmax_kernel", "segment_sums_kernel", "draw_kernel", "threshold_kernel")
+    others = {
+        "14B": Shape(hidden_size=5120, num_heads=40),
+        "wide": Shape(head_dim=256),
+        "float32": Shape(dtype=torch.float32),
+    }
     for name, shape in others.items():
         for launch in launches_of(shape, capability):
-            if launch.name.startswith("paged_"):
+            is_float32 = shape.dtype == torch.float32
+            if launch.name.startswith("paged_") or (is_float32 and launch.name in sampler_names):
                 yield name, launch
 
 

@@ -207,7 +207,7 @@ def paged_decode(
         block_tables.stride(0), num_heads, BLOCK_SIZE=block_size, HEAD_DIM=head_dim, BLOCK_DIM=block_dim, GROUP=group,
         BLOCK_GROUP=max(16, triton.next_power_of_2(group)), TILE=tile_for(q.dtype), NUM_SPLITS=num_splits,
         MIN_TILES=min_tiles, PRECISION=precision_for(q.dtype), num_warps=num_warps_for(q.dtype),
-        num_stages=num_stages_for(q.dtype),
+        num_stages=num_stages_for(q.dtype, head_dim),
     )  # fmt: skip
     if num_splits > 1:
         merge_splits_kernel[(num_heads, num_seqs)](
@@ -231,11 +231,17 @@ def num_warps_for(dtype: torch.dtype) -> int:
     return 4 if dtype.itemsize == 2 else 8
 
 
-def num_stages_for(dtype: torch.dtype) -> int:
+def has_large_shared_memory() -> bool:
+    """228 KiB to a multiprocessor: Hopper and Blackwell for data centres. An A100 has 164, and Ada and Blackwell for
+    desktops (8.9, 12.0), newer than Hopper though the latter is, 100."""
+    return capability_major() in (9, 10, 11)
+
+
+def num_stages_for(dtype: torch.dtype, head_dim: int) -> int:
     """The addresses of keys and values depend on a load, of the block table, which takes half of the stages: five are
     two tiles of each ahead, 64 KiB in flight per program, three of which a Hopper multiprocessor holds. Three are one
-    tile ahead, for those with less shared memory."""
-    return 5 if dtype.itemsize == 2 and capability_major() >= 9 else 3
+    tile ahead, for those with less shared memory, and for heads so large that one tile is as much."""
+    return 5 if dtype.itemsize == 2 and head_dim <= 128 and has_large_shared_memory() else 3
 
 
 def precision_for(dtype: torch.dtype) -> str:

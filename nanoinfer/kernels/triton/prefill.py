@@ -31,29 +31,33 @@ class Config:
     num_stages: int
 
 
-def config_for(dtype: torch.dtype) -> Config:
+def config_for(dtype: torch.dtype, head_dim: int) -> Config:
     """What fits the registers without spilling; float32, for checks, fills them faster and has no tensor cores."""
     if dtype.itemsize > 2:
         return Config(rows=16, keys=32, num_warps=8, num_stages=2)
-    if decode.capability_major() < 9:
+    if head_dim > 128:
+        return Config(rows=64, keys=32, num_warps=8, num_stages=2)
+    if not decode.has_large_shared_memory():
         return Config(rows=64, keys=32, num_warps=4, num_stages=3)
     return Config(rows=128, keys=64, num_warps=8, num_stages=2)
 
 
-def queries_per_tile(dtype: torch.dtype, group: int) -> int:
-    return max(1, config_for(dtype).rows // group)
+def queries_per_tile(dtype: torch.dtype, head_dim: int, group: int) -> int:
+    return max(1, config_for(dtype, head_dim).rows // group)
 
 
-def work_items(query_start_loc: np.ndarray, seqs: np.ndarray, num_queries: int) -> np.ndarray:
-    """[n, 2] int32 (sequence, its first query of the tile) for tiles of so many queries; long contexts first.
+def work_items(query_start_loc: np.ndarray, seq_lens: np.ndarray, seqs: np.ndarray, num_queries: int) -> np.ndarray:
+    """[n, 2] int32 (sequence, its first query of the tile) for tiles of so many queries; long contexts first, what is
+    cached included.
 
-    query_start_loc: [num_seqs + 1]; seqs: those to work on.
+    query_start_loc: [num_seqs + 1]; seq_lens: [num_seqs]; seqs: those to work on.
     """
-    tiles = -(-(query_start_loc[seqs + 1] - query_start_loc[seqs]) // num_queries)
-    owner = np.repeat(seqs, tiles)
+    query_lens = query_start_loc[seqs + 1] - query_start_loc[seqs]
+    tiles = -(-query_lens // num_queries)
     index = np.arange(tiles.sum()) - np.repeat(tiles.cumsum() - tiles, tiles)
-    items = np.stack((owner, index * num_queries), axis=1)
-    return items[np.argsort(-items[:, 1], kind="stable")].astype(np.int32)
+    items = np.stack((np.repeat(seqs, tiles), index * num_queries), axis=1)
+    first_positions = np.repeat(seq_lens[seqs] - query_lens, tiles) + items[:, 1]
+    return items[np.argsort(-first_positions, kind="stable")].astype(np.int32)
 
 
 @triton.jit
@@ -132,9 +136,10 @@ def paged_prefill_kernel(
     TILE: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Program (KV head, work item). scale includes log2(e): exponentials are powers of two."""
-    kv_head, item = tl.program_id(0), tl.program_id(1)
+    """Program work item * KV heads + KV head: only a grid's first dimension may be above 65535. scale includes log2(e):
+    exponentials are powers of two."""
     num_kv_heads = num_heads // GROUP
+    kv_head, item = tl.program_id(0) % num_kv_heads, tl.program_id(0) // num_kv_heads
     seq = tl.load(items + 2 * item).to(tl.int64)
     first_query = tl.load(items + 2 * item + 1)
     query_start, query_stop = tl.load(query_start_loc + seq), tl.load(query_start_loc + seq + 1)
@@ -203,13 +208,13 @@ def paged_prefill(
     """
     num_heads, head_dim = q.shape[1:]
     num_kv_heads, block_size = k_cache.shape[1:3]
-    group, config = num_heads // num_kv_heads, config_for(q.dtype)
+    group, config = num_heads // num_kv_heads, config_for(q.dtype, head_dim)
     if len(items):
-        paged_prefill_kernel[(num_kv_heads, len(items))](
+        paged_prefill_kernel[(num_kv_heads * len(items),)](
             q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, items, out, scale * _LOG2_E,
             block_tables.stride(0), num_heads, BLOCK_SIZE=block_size, HEAD_DIM=head_dim,
             BLOCK_DIM=max(16, triton.next_power_of_2(head_dim)), GROUP=group,
-            QUERIES=queries_per_tile(q.dtype, group), ROWS=max(config.rows, triton.next_power_of_2(group)),
+            QUERIES=queries_per_tile(q.dtype, head_dim, group), ROWS=max(config.rows, triton.next_power_of_2(group)),
             TILE=config.keys, PRECISION=precision_for(q.dtype), num_warps=config.num_warps,
             num_stages=config.num_stages,
         )  # fmt: skip

@@ -129,16 +129,17 @@ def draw_kernel(
     if CHOOSE:
         target *= tl.sum(part, axis=0)
     ends = tl.cumsum(part, axis=0)
-    # Sums in another order may differ in the last bit: stay on the last segment and token that can be drawn.
-    segment = tl.sum(((ends <= target) & (index < num_segments)).to(tl.int32), axis=0)
-    segment = tl.minimum(segment, tl.max(tl.where(part > 0, index, 0), axis=0))
+    # Cumulative sums made in parallel add in another order at every place: in the last bit, the end of what weighs
+    # nothing may lie above the end before it, and the last one below the target. Only what weighs something is drawn.
+    last_segment = tl.max(tl.where(part > 0, index, 0), axis=0)
+    segment = tl.min(tl.where((ends > target) & (part > 0), index, last_segment), axis=0)
     before = tl.sum(tl.where(index == segment - 1, ends, 0.0), axis=0)
     offset = tl.arange(0, SEGMENT)
     weights = _weights_at(logits, best, inverse, least, row, segment * SEGMENT + offset, columns, stride)
     inner = tl.cumsum(weights.to(tl.float64), axis=0)
-    chosen = tl.sum((inner <= target - before).to(tl.int32), axis=0)
     last = tl.max(tl.where(weights > 0, offset, 0), axis=0)
-    token = (segment * SEGMENT + tl.minimum(chosen, last)).to(tl.int64)
+    chosen = tl.min(tl.where((inner > target - before) & (weights > 0), offset, last), axis=0)
+    token = (segment * SEGMENT + chosen).to(tl.int64)
     if CHOOSE:
         token = tl.where(tl.load(inverse + row) > 0, token, tl.load(winners + row))
         token = tl.where(tl.abs(tl.load(best + row)) < float("inf"), token, -1)
