@@ -51,9 +51,10 @@ class EngineConfig:
     device: "auto", "cpu" or "cuda".
     max_model_len: prompt plus output tokens of one request; None is the model's limit. Lowered (and logged) to what
         the KV pool holds.
-    max_num_seqs: sequences that run at once.
+    max_num_seqs: sequences that run at once; on a GPU at most 65535.
     max_num_batched_tokens: token budget of one step; None is 8192 on a GPU and 1024 on a CPU.
-    gpu_memory_utilization: the fraction of the GPU's memory that the engine may fill.
+    gpu_memory_utilization: the fraction of the GPU's memory that weights, a step, CUDA graphs and KV blocks may fill
+        together. What CUDA and its libraries hold beside them only has to be free.
     kvcache_block_size: tokens per KV block; None is the attention backend's choice.
     num_kvcache_blocks: None sizes the pool from memory.
     cpu_kvcache_gib: size of the KV pool on a CPU; None is the smaller of 4 GiB and 40 % of the available memory.

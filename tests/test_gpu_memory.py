@@ -1,4 +1,4 @@
-"""How large the KV pool on a GPU is, by made-up numbers, and what is said where there is too little memory.
+"""How large the KV pool on a GPU is, by made-up numbers, and what is said where a GPU cannot hold what is asked for.
 
 How the numbers are measured is in triton_launch_cases.py.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import kit
 import pytest
@@ -107,6 +108,28 @@ def test_running_out_of_memory_while_starting_is_told_with_bytes_and_advice(
         monkeypatch.setattr(CPUAttention, "allocate", full)
     with pytest.raises(ValueError, match=f"for {where} .*30.00 GiB.*79.10 GiB.*lower max_num_batched_tokens"):
         kit.make_llm(directory) if where.startswith("the KV") else start()
+
+
+class Reached(Exception):
+    """What comes before has not raised."""
+
+
+def test_a_gpu_runs_no_more_sequences_than_a_grid_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said before weights are loaded; on a CPU there may be more. A grid of the most is in test_triton.py."""
+    for name in ("is_available", "empty_cache", "memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, Mock())
+    monkeypatch.setattr(model_runner, "select_backend", Mock(side_effect=Reached))
+    directory = kit.checkpoint("tied").directory
+
+    def start(device: str, max_num_seqs: int) -> None:
+        config = EngineConfig(str(directory), device=device, max_num_seqs=max_num_seqs)
+        ModelRunner(config, ModelConfig.from_directory(directory), directory, 0, ParallelGroups.single())
+
+    for device, max_num_seqs in (("cpu", 65536), ("cuda", 65535)):
+        with pytest.raises(Reached):
+            start(device, max_num_seqs)
+    with pytest.raises(ValueError, match="max_num_seqs is 65536; on a GPU it must be at most 65535"):
+        start("cuda", 65536)
 
 
 @pytest.mark.parametrize(("device", "option"), [("cpu", "cpu_kvcache_gib"), ("cuda", "gpu_memory_utilization")])

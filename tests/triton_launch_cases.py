@@ -16,6 +16,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,14 @@ import gpu_stand_in
 import numpy as np
 import pytest
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.triton import TritonAttention
-from nanoinfer.bench import gpu_parts, workload
+from nanoinfer.bench import gpu_check, gpu_kernels, gpu_parts, machine, workload
 from nanoinfer.bench.gpu_check import Figure
 from nanoinfer.bench.machine import Machine
 from nanoinfer.config import ModelConfig, SchedulerConfig
@@ -192,17 +195,13 @@ def test_a_whole_start_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
         monkeypatch.setattr(torch.cuda, name, call)
 
+    gpu_stand_in.pretend(monkeypatch)
     free, reserved = iter([3.25, 3.0, 3.0, 3.0, 3.5, 3.5]), iter([0.25, 0.75, 0.75])
     note("mem_get_info", lambda: (int(next(free) * gib), 4 * gib))
     note("memory_reserved", lambda: int(next(reserved) * gib))
     note("max_memory_reserved", gib)
     for name in ("empty_cache", "synchronize", "reset_peak_memory_stats"):
         note(name)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(model_runner, "graph_factory", cuda_graph.graph_factory)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     monkeypatch.setattr(cuda_graph, "CudaGraph", Graph)
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     with gpu_stand_in.CudaIsCPU():
@@ -231,41 +230,79 @@ def test_a_whole_start_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The parts as they are, over a small model and small shapes."""
+    monkeypatch.setattr(machine, "READ_BYTES", 1 << 20)
+    monkeypatch.setattr(machine, "GEMM_SHAPES", ((16, 16, 64),))
     monkeypatch.setattr(gpu_parts, "QWEN3_0_6B", SHAPE)
-    monkeypatch.setattr(gpu_parts, "VOCAB_SIZE", 5000)
+    monkeypatch.setattr(gpu_kernels, "VOCAB_SIZE", 5000)
+    monkeypatch.setattr(gpu_parts, "EQUAL_TOKENS", 5)
+    monkeypatch.setattr(gpu_parts, "STEP_TOKENS", 20)
     monkeypatch.setattr(gpu_parts, "STEPS", ((1, 40), (5, 30)))
     monkeypatch.setattr(gpu_parts, "ATTENTION_BATCHES", (1, 32))
     monkeypatch.setattr(gpu_parts, "ATTENTION_CONTEXTS", (100,))
-    monkeypatch.setitem(workload.PRESETS, "nano-vllm", workload.Preset(256, (2, 6), (2, 5), 4096))
-    monkeypatch.setattr("nanoinfer.worker.cuda_graph.CudaGraph", gpu_stand_in.Graph)
-    monkeypatch.setattr(torch.cuda, "Event", gpu_stand_in.Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(gpu_parts, "ATTENTION_BYTES", 1 << 20)
+    monkeypatch.setattr(gpu_parts, "HOST_BATCHES", (1, 3))
+    monkeypatch.setattr(gpu_parts, "PROFILES", ((1, 40), (5, 30)))
+    monkeypatch.setattr(gpu_parts, "PROFILED_STEPS", 3)
+    monkeypatch.setattr(gpu_parts, "PROFILED", (ProfilerActivity.CPU, DeviceType.CPU))
+    monkeypatch.setitem(workload.PRESETS, "nano-vllm", workload.Preset(12, (2, 6), (2, 5), 4096))
+    gpu_stand_in.pretend(monkeypatch)
     make = gpu_parts.LLM
-    options = {"device": "cpu", "num_kvcache_blocks": 400}
-    monkeypatch.setattr(gpu_parts, "LLM", lambda path, **others: make(path, **(others | options)))
+    # The pool that an H200 would have is more than there is.
+    small: dict[str, Any] = {"num_kvcache_blocks": 400, "max_num_batched_tokens": 512, "max_num_seqs": 8}
+    monkeypatch.setattr(gpu_parts, "LLM", lambda path, **others: make(path, **(small | others)))
 
 
-@pytest.mark.parametrize("part", ["kernels", "equality", "workload", "attention", "steps"])
+@pytest.mark.parametrize("part", gpu_check.PARTS)
 def test_the_parts_of_the_gpu_check_find_their_figures(small_parts: None, part: str) -> None:
-    with gpu_stand_in.CudaIsCPU():
-        figures: list[Figure] = list(getattr(gpu_parts, part)(MACHINE))
+    triton_launcher.launched.clear()
+    # What a step costs the host is measured on the CPU, where there is a GPU as well.
+    with nullcontext() if part == "host" else gpu_stand_in.CudaIsCPU():
+        figures: list[Figure] = list(gpu_check.run_part(part, MACHINE))
     assert all(figure.part == part and not math.isinf(figure.value) for figure in figures)
     names = {figure.name: figure for figure in figures}
     assert len(names) == len(figures)
-    if part == "kernels":
+    if part == "machine":
+        assert names["read"].best == 4300.0 and names["gemm"].value > 0 and "copy, read plus write" in names
+    elif part == "kernels":
         # What runs nothing is wrong, and is found out.
-        assert len(figures) >= 17 and sum(figure.passed is False for figure in figures) >= 5
-        checked = {one.rsplit("_", 1)[0] for one in names}
-        assert {"rms", "add_rms", "silu_and", "paged", "sampling", "prepare"} <= checked
+        assert len(figures) >= 20 and sum(figure.passed is False for figure in figures) >= 5
+        every_kernel = {launch.name for launch in tool.launches_of(tool.Shape())}
+        assert set(triton_launcher.launched) == every_kernel, "a kernel that no twin is compared with"
     elif part == "equality":
         assert [figure.passed for figure in figures if "not transformers'" in figure.name] == [False] * 4
+        assert [figure.passed for figure in figures if "differs" in figure.name] == [True] * 2
     elif part == "workload":
         assert names["nano-vllm, output"].passed is False and names["nano-vllm, output"].best is not None
+        assert all(figure.fraction is not None for figure in figures if figure.unit == "tok/s")
     elif part == "attention":
         assert [figure.passed is None for figure in figures] == [True, False]
         assert all(figure.fraction == pytest.approx(figure.value / 4300) for figure in figures)
-    else:
+    elif part == "steps":
         assert len(figures) == 4 and names["step, batch 1, context 40"].passed is not None
+        assert all(0 < names[f"of it host, batch {n}"].value < 1e4 for n in (1, 5))
+    elif part == "host":
+        assert set(names) == {"host time, batch 1", "host time, batch 3"}
+    else:
+        assert part == "breakdown" and {"batch 1, all kernels", "batch 5, all kernels"} <= set(names)
+        # In the stand-in for graphs: torch's own operators, which a CPU's profiler sees.
+        assert any("aten::" in name for name in names), names
+
+
+def test_what_raises_within_a_part_leaves_the_rest_of_it_alone(
+    small_parts: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def rate(backend: object, batch_size: int, context: int) -> float:
+        if batch_size == 1:
+            raise torch.OutOfMemoryError("too large")
+        return 2150.0
+
+    monkeypatch.setattr(gpu_parts, "_decode_rate", rate)
+    found = gpu_parts.attention(MACHINE)
+    figure = next(found)
+    assert (figure.name, figure.fraction, figure.passed) == ("triton, batch 32, context 100", 0.5, False)
+    with pytest.raises(RuntimeError, match=r"batch 1, context 100: OutOfMemoryError\('too large'\)"):
+        next(found)
+    assert "in rate" in capsys.readouterr().err, "the traceback"
 
 
 def test_every_kernel_is_in_the_ahead_of_time_compilation() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import gpu_stand_in
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -37,6 +38,7 @@ class _Launcher:
 
 def _launch(name: str, arguments: tuple[Any, ...]) -> None:
     launched.append(name)
+    gpu_stand_in.check_launch(name, arguments)
     for argument in arguments:
         # Of a pool nothing is read: it would take long.
         if isinstance(argument, torch.Tensor) and argument.numel() < 2**22:

@@ -105,15 +105,19 @@ def measure_cpu_read() -> tuple[float, str]:
     return rate, f"{name}, {share:.0%} on huge pages"
 
 
-def measure_cuda_read() -> tuple[float, str]:
-    source = torch.ones(2 * READ_BYTES // 4, dtype=torch.float32, device="cuda")
+def cuda_read_methods() -> dict[str, tuple[float, Callable[[], object]]]:
+    """Over numbers that are not all the same, as a model's are not."""
+    source = torch.randn(2 * READ_BYTES // 4, dtype=torch.float32, device="cuda")
     target, size = torch.empty_like(source), source.nbytes
-    methods: dict[str, tuple[float, Callable[[], object]]] = {
+    return {
         "torch.sum float32": (size, source.sum),
         "torch.dot float32 with itself": (size, lambda: torch.dot(source, source)),
         "copy, read plus write": (2 * size, lambda: target.copy_(source)),
     }
-    return best_rate(methods, 5, "cuda")
+
+
+def measure_cuda_read() -> tuple[float, str]:
+    return best_rate(cuda_read_methods(), 5, "cuda")
 
 
 def measure_gemm(device: str, dtype: torch.dtype) -> tuple[float, str]:

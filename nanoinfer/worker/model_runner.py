@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 # Rows whose logits are computed at once for prompt logprobs.
 _PROMPT_ROWS = 32
 _DEFAULT_BATCHED_TOKENS = {"cpu": 1024, "cuda": 8192}
+# CUDA's limit on the last dimension of a grid, which is the sequence in decode attention's.
+MAX_GPU_SEQS = 65535
 
 
 class LaunchedStep:
@@ -82,6 +84,7 @@ class ModelRunner:
         self.dtype = resolve_dtype(config.dtype, stored, self.device, cpu_has_bf16())
         self.kv_dtype = torch.int8 if config.kv_cache_dtype == "int8" else self.dtype
         check_int8(config, self.dtype, self.device, is_first_rank=groups.tp.rank == 0)
+        check_num_seqs(config, self.device)
         if self.device == "cuda":
             # What an engine before this one in the same process has left is given back; what the process holds beside
             # is not ours.
@@ -339,6 +342,11 @@ def check_int8(config: EngineConfig, dtype: torch.dtype, device: str, *, is_firs
                 value,
                 str(dtype).removeprefix("torch."),
             )
+
+
+def check_num_seqs(config: EngineConfig, device: str) -> None:
+    if device == "cuda" and config.max_num_seqs > MAX_GPU_SEQS:
+        raise ValueError(f"max_num_seqs is {config.max_num_seqs}; on a GPU it must be at most {MAX_GPU_SEQS}")
 
 
 def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
