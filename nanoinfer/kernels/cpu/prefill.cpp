@@ -285,6 +285,17 @@ struct Queries {
     int64_t offset(int64_t row, int64_t head_dim) const { return row / group * row_stride + row % group * head_dim; }
 };
 
+// Rows that are fetched one by one while others are worked on: two heads of 128 dims are 8 lines on a page of their own.
+struct Ahead {
+    const Queries &queries;
+    int64_t row, stop, head_dim;
+    void fetch_row() {
+        if (row >= stop) return;
+        const bf16 *q = queries.q + queries.offset(row++, head_dim);
+        for (int64_t d = 0; d < head_dim; d += 32) _mm_prefetch((const char *)(q + d), _MM_HINT_T1);
+    }
+};
+
 static void load_queries(QueryTile &tile, const Queries &queries, int64_t first, int64_t head_dim) {
     tile.end = 0;
     for (int64_t r = 0; r < ROWS && first < queries.count; ++r) {
@@ -299,21 +310,28 @@ static void store_outputs(const QueryTile &tile, const Queries &queries, int64_t
     for (int64_t r = 0; r < ROWS && first + r < queries.count; ++r) {
         const __m512 factor = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(_mm512_load_ps(tile.sums[r])));
         bf16 *out = queries.out + queries.offset(first + r, head_dim);
-        for (int64_t d = 0; d < head_dim / 16; ++d)
-            store16(out + d * 16, _mm512_mul_ps(_mm512_load_ps(tile.acc[d / 2][r / 16 * 2 + d % 2][r % 16]), factor), 0xffff);
+        const bool streams = (uintptr_t)out % 64 == 0;  // around the caches: an ordinary store reads its line first
+        for (int64_t d = 0; d < head_dim / 32; ++d) {
+            const float(*halves)[16][16] = tile.acc[d] + r / 16 * 2;
+            const __m512 low = _mm512_mul_ps(_mm512_load_ps(halves[0][r % 16]), factor);
+            const __m512i line = (__m512i)_mm512_cvtne2ps_pbh(_mm512_mul_ps(_mm512_load_ps(halves[1][r % 16]), factor), low);
+            if (streams) _mm512_stream_si512((__m512i *)(out + d * 32), line);
+            else _mm512_storeu_si512(out + d * 32, line);
+        }
     }
 }
 
 // For `now`, weighs the values of one chunk and scores the next; between these products `other`'s scores of its chunk at
-// soften_start become weights. Chunks below 0 or beyond a tile's end are empty.
+// soften_start become weights, and rows ahead are fetched. Chunks below 0 or beyond a tile's end are empty.
 static void overlap(QueryTile &now, int64_t weigh_start, int64_t score_start, QueryTile &other, int64_t soften_start,
-                    const Context &context, float factor, int64_t head_dim) {
+                    const Context &context, float factor, int64_t head_dim, Ahead &ahead) {
     // The intrinsics do not tell the compiler that tiles are loaded from memory.
     asm volatile("" ::: "memory");
     const int64_t rows = other.strips(soften_start) ? ROWS : 0;
     const int64_t products = std::max<int64_t>(1, (now.strips(weigh_start) + now.strips(score_start)) * head_dim / 32);
     int64_t row = 0, due = 0;
     const auto between = [&] {
+        ahead.fetch_row();
         for (due += rows; row * products < due && row < rows; ++row) soften_row(other, row, soften_start, factor, head_dim);
     };
     weigh(now, context, weigh_start, head_dim, between);
@@ -322,17 +340,20 @@ static void overlap(QueryTile &now, int64_t weigh_start, int64_t score_start, Qu
     asm volatile("" ::: "memory");
 }
 
-static void attend(QueryTile *tiles, const Queries &queries, int64_t first, const Context &context, const AttentionShape &shape) {
+// Two tiles of rows from `first` on; those from `next` on will follow.
+static void attend(QueryTile *tiles, const Queries &queries, int64_t first, int64_t next, const Context &context,
+                   const AttentionShape &shape) {
     const int64_t head_dim = shape.head_dim;
     const float factor = shape.scale * 1.44269504f * FIXED;
     QueryTile &a = tiles[0], &b = tiles[1];
     load_queries(a, queries, first, head_dim);
     load_queries(b, queries, first + ROWS, head_dim);
+    Ahead ahead = {queries, next, std::min(queries.count, next + 2 * ROWS), head_dim};
     const int64_t end = std::max(a.end, b.end), before = -CHUNK;
-    overlap(a, before, 0, b, before, context, factor, head_dim);
+    overlap(a, before, 0, b, before, context, factor, head_dim, ahead);
     for (int64_t start = 0; start < end + CHUNK; start += CHUNK) {
-        overlap(b, start - CHUNK, start, a, start, context, factor, head_dim);
-        overlap(a, start, start + CHUNK, b, start, context, factor, head_dim);
+        overlap(b, start - CHUNK, start, a, start, context, factor, head_dim, ahead);
+        overlap(a, start, start + CHUNK, b, start, context, factor, head_dim, ahead);
     }
     store_outputs(a, queries, first, head_dim);
     store_outputs(b, queries, first + ROWS, head_dim);
@@ -362,9 +383,12 @@ static void paged_prefill(const bf16 *q, const T *k_cache, const T *v_cache, con
             pack_keys<T>(cache, shape, context.keys);
             place_values(v_cache, cache, shape, context.values, memory + size);
             // Later tiles see more keys: shares take every parts-th pair.
-            for (int64_t first = part * 2 * ROWS; first < queries.count; first += parts * 2 * ROWS)
-                attend(tiles, queries, first, context, shape);
+            for (int64_t first = part * 2 * ROWS, next; first < queries.count; first = next) {
+                next = first + parts * 2 * ROWS;
+                attend(tiles, queries, first, next, context, shape);
+            }
         }
+        _mm_sfence();
         _tile_release();
     }
 }
