@@ -63,8 +63,7 @@ class LaunchedStep:
     def result(self) -> StepResult:
         """Waits for it. Raises FloatingPointError if its logits were not finite."""
         if self._tokens is not None:
-            token_ids = self._tokens.tolist()
-            self._result.token_ids.update(_by_sequence(self._seq_ids, checked(token_ids) if token_ids else []))
+            self._result.token_ids.update(_by_sequence(self._seq_ids, checked(self._tokens.tolist())))
         return self._result
 
 
