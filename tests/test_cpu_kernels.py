@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -45,9 +45,21 @@ def randn(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 # Widths of outputs: any, those that are whole cache lines, which are stored in another way, and one with so many strips
-# for each of two threads that activations are copied. Of inputs: any, and whole tiles, which need no copy.
+# for each of up to two threads that activations are copied. Of inputs: any, and whole tiles, which need no copy.
 WIDTHS = st.one_of(st.integers(1, 100), st.integers(1, 10).map(lambda lines: 32 * lines), st.just(6432))
 INPUTS = st.one_of(st.integers(1, 200), st.integers(1, 6).map(lambda tiles: 32 * tiles))
+# Rows and strips are shared out by the number of threads, however many cores there are; some get nothing.
+THREADS = st.sampled_from([1, 2, 3, 5, 8])
+
+
+@contextlib.contextmanager
+def on_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def at_the_end_of_memory(x: torch.Tensor) -> torch.Tensor:
@@ -62,23 +74,49 @@ def at_the_end_of_memory(x: torch.Tensor) -> torch.Tensor:
 
 @needs_amx
 @settings(max_examples=120, deadline=None)
-@given(st.integers(1, 300), INPUTS, WIDTHS, st.booleans(), st.integers(0, 1000))
-def test_packed_linear_is_the_plain_product(rows: int, k: int, n: int, has_bias: bool, seed: int) -> None:
+@given(st.integers(1, 300), INPUTS, WIDTHS, st.booleans(), THREADS, st.integers(0, 1000))
+def test_packed_linear_is_the_plain_product(rows: int, k: int, n: int, has_bias: bool, threads: int, seed: int) -> None:
     assert KERNELS is not None
     x, weight = (randn(size, k, seed=seed + i, dtype=torch.bfloat16) for i, size in enumerate((rows, n)))
     bias = randn(n, seed=seed + 2, dtype=torch.bfloat16) if has_bias else None
     expected = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
-    assert relative_error(KERNELS.linear(at_the_end_of_memory(x), KERNELS.pack(weight), bias), expected) < 1e-2
+    packed = KERNELS.pack(weight)
+    with on_threads(threads):
+        out = KERNELS.linear(at_the_end_of_memory(x), packed, bias)
+    assert relative_error(out, expected) < 1e-2
+
+
+@needs_amx_int8
+@settings(max_examples=30, deadline=None)
+@given(st.integers(150, 360), st.sampled_from([3072, 3050]), st.integers(1, 64), st.booleans(), THREADS)
+def test_rows_beyond_what_stays_in_the_cache_are_multiplied_too(
+    rows: int, k: int, n: int, gated: bool, threads: int
+) -> None:
+    """160 at once, of so many inputs; the last 32 may begin among those before."""
+    assert KERNELS is not None
+    x, weight = (randn(size, k, seed=i, dtype=torch.bfloat16) for i, size in enumerate((rows, n * (1 + gated))))
+    packed, packed_int8 = KERNELS.pack(weight, gated=gated), KERNELS.pack_int8(weight, gated)
+    with on_threads(threads):
+        out, out_int8 = KERNELS.linear(at_the_end_of_memory(x), packed), KERNELS.linear_int8(x, packed_int8)
+    expected = F.linear(x.float(), weight.float())
+    assert relative_error(out, reference.silu_and_mul(expected) if gated else expected) < 1e-2
+    # Whatever other rows there are.
+    for row in (0, rows // 2, rows - 1):
+        assert torch.equal(out[row : row + 1], KERNELS.linear(x[row : row + 1], packed))
+        assert torch.equal(out_int8[row : row + 1], KERNELS.linear_int8(x[row : row + 1], packed_int8))
 
 
 @needs_amx
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 70), INPUTS, WIDTHS, st.integers(0, 1000))
-def test_packed_gated_linear_is_product_then_silu_and_mul(rows: int, k: int, n: int, seed: int) -> None:
+@given(st.one_of(st.integers(1, 70), st.integers(250, 300)), INPUTS, WIDTHS, THREADS, st.integers(0, 1000))
+def test_packed_gated_linear_is_product_then_silu_and_mul(rows: int, k: int, n: int, threads: int, seed: int) -> None:
     assert KERNELS is not None
     x, weight = (randn(size, k, seed=seed + i, dtype=torch.bfloat16) for i, size in enumerate((rows, 2 * n)))
     expected = reference.silu_and_mul(F.linear(x.float(), weight.float()))
-    assert relative_error(KERNELS.linear(x, KERNELS.pack(weight, gated=True)), expected) < 1e-2
+    packed = KERNELS.pack(weight, gated=True)
+    with on_threads(threads):
+        out = KERNELS.linear(at_the_end_of_memory(x), packed)
+    assert relative_error(out, expected) < 1e-2
 
 
 @needs_amx
@@ -96,14 +134,18 @@ def test_packed_linear_takes_rows_that_lie_apart_and_extreme_gates() -> None:
 
 @needs_amx_int8
 @settings(max_examples=120, deadline=None)
-@given(st.integers(0, 300), st.integers(1, 200), WIDTHS, st.booleans(), st.booleans(), st.integers(0, 1000))
-def test_int8_linear_is_its_twin(rows: int, k: int, n: int, gated: bool, has_bias: bool, seed: int) -> None:
+@given(st.integers(0, 300), st.integers(1, 200), WIDTHS, st.booleans(), st.booleans(), THREADS, st.integers(0, 1000))
+def test_int8_linear_is_its_twin(
+    rows: int, k: int, n: int, gated: bool, has_bias: bool, threads: int, seed: int
+) -> None:
     assert KERNELS is not None
     x = randn(rows, k, seed=seed, dtype=torch.bfloat16) * randn(rows, 1, seed=seed + 1, dtype=torch.bfloat16).exp()
     weight = randn(n * (1 + gated), k, seed=seed + 2, dtype=torch.bfloat16)
     bias = randn(n, seed=seed + 3, dtype=torch.bfloat16) if has_bias and not gated else None
     quantized, scales = reference.quantize_rows(weight)
-    out = KERNELS.linear_int8(x, KERNELS.pack_int8(weight, gated), bias)
+    packed = KERNELS.pack_int8(weight, gated)
+    with on_threads(threads):
+        out = KERNELS.linear_int8(at_the_end_of_memory(x) if rows else x, packed, bias)
     expected = reference.linear_int8(x, quantized, scales.flatten(), bias, gated)
     if gated or has_bias:
         # float32 may round otherwise, and bfloat16 then once in a while.

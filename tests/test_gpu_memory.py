@@ -5,7 +5,9 @@ How the numbers are measured is in triton_launch_cases.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -14,13 +16,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_cuda_graph import StandInGraph
 
 from nanoinfer.attention.cpu import CPUAttention
 from nanoinfer.config import EngineConfig, ModelConfig
 from nanoinfer.distributed.group import ParallelGroups
 from nanoinfer.executor.uniproc import UniprocExecutor
 from nanoinfer.worker import model_runner
-from nanoinfer.worker.gpu_memory import GPUMemory, num_gpu_blocks
+from nanoinfer.worker.gpu_memory import GPUMemory, graph_bytes, num_gpu_blocks
 from nanoinfer.worker.model_runner import ModelRunner
 
 GIB = 2**30
@@ -45,6 +48,38 @@ def test_what_others_hold_is_not_counted_as_ours() -> None:
     assert num_gpu_blocks(small, GIB, alone) == num_gpu_blocks(small, GIB, beside) == 13
     # What does not fit on the card cannot be had: 33 free, less 2.25.
     assert num_gpu_blocks(config(), GIB, beside) == 30
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "others", "expected"),
+    [
+        (6, (0, 0), GIB + 3 * 5 + 4 * 7),
+        (2, (0, 0), GIB + 5 + 2 * 7),
+        (1, (0,), GIB + 7),
+        (6, (30, 0), GIB + 3 * 5 + 4 * 7),
+        (6, (0, 30), GIB + 3 * 5 + 4 * 7),
+        # The driver's share is lost in what others give back; the reserve is for such.
+        (6, (-30, 0), GIB + 3 * 5),
+    ],
+)
+def test_graphs_are_measured_by_two_whatever_others_take_meanwhile(
+    max_num_seqs: int, others: tuple[int, ...], expected: int
+) -> None:
+    """Four graphs for six sequences. The largest takes a GiB of the allocator's, which the others share but for 5 bytes
+    each; the driver keeps 7 for each. others: the GiB that they take while the first is captured, and the second."""
+    free, reserved, left = 60 * GIB, 10 * GIB, list(others)
+
+    class Capture(StandInGraph):
+        def capture(self, function: Callable[[], None]) -> None:
+            nonlocal free, reserved
+            super().capture(function)
+            size = GIB if reserved == 10 * GIB else 5
+            reserved += size
+            free -= size + 7 + left.pop(0) * GIB
+
+    runner: Any = SimpleNamespace(decode=lambda inputs: (inputs, inputs), device=torch.device("cpu"))
+    assert graph_bytes(runner, Capture, lambda: (free, reserved), max_num_seqs) == expected
+    assert not left
 
 
 @given(
@@ -84,11 +119,18 @@ def test_a_given_number_of_blocks_may_pass_the_budget_but_not_the_card() -> None
         num_gpu_blocks(config(num_kvcache_blocks=60), GIB, memory)
 
 
-@pytest.mark.parametrize("where", ["the weights", "the largest step", "the KV cache and the CUDA graphs"])
+@pytest.mark.parametrize(
+    ("where", "advice"),
+    [
+        ("the weights", "free memory on the card, or use more GPUs"),
+        ("the largest step", "lower max_num_batched_tokens"),
+        ("the KV cache and the CUDA graphs", "lower gpu_memory_utilization or num_kvcache_blocks"),
+    ],
+)
 def test_running_out_of_memory_while_starting_is_told_with_bytes_and_advice(
-    where: str, monkeypatch: pytest.MonkeyPatch
+    where: str, advice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a card of which torch's own error tells the figures."""
+    """By a card of which torch's own error tells the figures; the advice is what helps there."""
 
     def full(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("Tried to allocate 30.00 GiB. GPU 0 has a total capacity of 79.10 GiB")
@@ -106,7 +148,7 @@ def test_running_out_of_memory_while_starting_is_told_with_bytes_and_advice(
         monkeypatch.setattr(ModelRunner, "_measure_memory", full)
     else:
         monkeypatch.setattr(CPUAttention, "allocate", full)
-    with pytest.raises(ValueError, match=f"for {where} .*30.00 GiB.*79.10 GiB.*lower max_num_batched_tokens"):
+    with pytest.raises(ValueError, match=f"for {where} .*30.00 GiB.*79.10 GiB.*{advice}"):
         kit.make_llm(directory) if where.startswith("the KV") else start()
 
 

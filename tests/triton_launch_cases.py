@@ -180,7 +180,8 @@ def test_a_closed_engine_frees_its_memory_at_once(llm: LLM) -> None:
 
 def test_a_whole_start_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """device="cuda" from the options to the last token, on a card of 4 GiB of which the process holds 0.25 before, and
-    others give back 0.5 meanwhile: what is measured, in which order, what is captured, and how large the pool is."""
+    others take 0.5 while a graph is captured, and give it back: what is measured, in which order, what is captured, and
+    how large the pool is."""
     gib, calls = 2**30, []
 
     class Graph(gpu_stand_in.Graph):
@@ -196,7 +197,8 @@ def test_a_whole_start_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         monkeypatch.setattr(torch.cuda, name, call)
 
     gpu_stand_in.pretend(monkeypatch)
-    free, reserved = iter([3.25, 3.0, 3.0, 3.0, 3.5, 3.5]), iter([0.25, 0.75, 0.75])
+    free = iter([3.25, 3.0, 3.0, 2.5, 3.5, 3.5])
+    reserved = iter([0.25, 0.75, 0.75, 1.0, 1.0, 1.0, 0.75])
     note("mem_get_info", lambda: (int(next(free) * gib), 4 * gib))
     note("memory_reserved", lambda: int(next(reserved) * gib))
     note("max_memory_reserved", gib)
@@ -220,6 +222,8 @@ def test_a_whole_start_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert calls[:2] == ["empty_cache", "memory_reserved"]
     asked = [i for i, name in enumerate(calls) if name == "mem_get_info"]
     assert [calls[i - 1] for i in asked] == ["empty_cache"] * 5 + ["memory_reserved"]
+    reserved_too = [i for i, name in enumerate(calls) if name == "memory_reserved"][2:]
+    assert [calls[i - 2 : i] for i in reserved_too] == [["empty_cache", "mem_get_info"]] * 5
     first = calls.index("reset_peak_memory_stats")
     assert calls[first - 1 : first + 4] == [
         "empty_cache", "reset_peak_memory_stats", "memory_reserved", "synchronize", "max_memory_reserved",

@@ -126,7 +126,7 @@ def uniforms(seeds: np.ndarray, output_indices: np.ndarray) -> np.ndarray:
 
 def checked(token_ids: list[int]) -> list[int]:
     """The ids; FloatingPointError if one of them is none."""
-    if min(token_ids) < 0:
+    if min(token_ids, default=0) < 0:
         raise FloatingPointError(
             "the model's logits contain NaN or infinity; float16 overflows on models trained in bfloat16: use "
             "dtype='bfloat16' or 'float32'"

@@ -1,9 +1,10 @@
 """How large the pool of KV blocks on a GPU may be: what is free now, less what a step and its graphs will need.
 
 Three rules. Memory that other processes hold is not ours: it counts neither as used by us nor as free for us, whatever
-they take or give back while we start; so torch's allocator is asked what we hold, and the card only what is free. What
-a step needs is measured by running the largest one, logits and sampler included, and by capturing two graphs. And what
-we allocate stays within `gpu_memory_utilization` of the card.
+they take or give back while we start; so torch's allocator is asked what we hold, and the card only what is free, and
+what the driver keeps for a graph, which nobody else knows. What a step needs is measured by running the largest one,
+logits and sampler included, and by capturing two graphs. And what we allocate stays within `gpu_memory_utilization` of
+the card.
 """
 
 from __future__ import annotations
@@ -24,6 +25,12 @@ from nanoinfer.worker.device_runner import DeviceRunner
 # Kept free beside all that was measured: fragments, and what libraries allocate late.
 _RESERVE = 256 * 2**20
 _ADVICE = "lower max_num_batched_tokens or max_num_seqs, pass enforce_eager=True, or use more GPUs"
+# What there is to do where a part of the start has run out of memory.
+_ADVICE_ON = {
+    "the weights": "use more GPUs",
+    "the largest step": _ADVICE,
+    "the KV cache and the CUDA graphs": f"lower gpu_memory_utilization or num_kvcache_blocks, {_ADVICE}",
+}
 
 
 @dataclass(frozen=True)
@@ -71,11 +78,15 @@ def num_gpu_blocks(config: EngineConfig, bytes_per_block: int, memory: GPUMemory
 
 @contextmanager
 def told_when_out_of_memory(what: str) -> Iterator[None]:
-    """Start-up on a card that has too little for it: the user's to mend, so a ValueError, with torch's figures."""
+    """Start-up on a card that has too little for it: the user's to mend, so a ValueError, with torch's figures.
+
+    what: one of those of which it is known what to do.
+    """
+    advice = _ADVICE_ON[what]
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise ValueError(f"no memory is left for {what} ({error}); free memory on the card, {_ADVICE}") from error
+        raise ValueError(f"no memory is left for {what} ({error}); free memory on the card, or {advice}") from error
 
 
 @torch.inference_mode()
@@ -122,14 +133,24 @@ def run_largest_step(runner: DeviceRunner) -> None:
 
 
 def graph_bytes(
-    runner: DeviceRunner, make_graph: Callable[[], Graph], free_bytes: Callable[[], int], max_num_seqs: int
+    runner: DeviceRunner,
+    make_graph: Callable[[], Graph],
+    free_and_reserved: Callable[[], tuple[int, int]],
+    max_num_seqs: int,
 ) -> int:
-    """What all graphs will take, from capturing the two largest: the others share their pool and are no larger."""
+    """What all graphs will take, from capturing the two largest: the others share their pool and are no larger.
+
+    free_and_reserved: bytes that the card has free now, and that torch's allocator has of it.
+    """
     sizes = graph_sizes(max_num_seqs)
     graphs = DecodeGraphs(runner.decode, sizes, runner.device, make_graph)
-    taken = []
+    ours, beside = [], []
     for size in sizes[:-3:-1]:
-        before = free_bytes()
+        free, reserved = free_and_reserved()
         graphs.capture_size(size)
-        taken.append(max(0, before - free_bytes()))
-    return taken[0] + (len(sizes) - 1) * taken[-1] if len(sizes) > 1 else taken[0]
+        free_after, reserved_after = free_and_reserved()
+        ours.append(reserved_after - reserved)
+        beside.append(free - free_after - ours[-1])
+    # Beside the allocator's there is the driver's share, a few MiB, in which all that others took meanwhile is counted,
+    # gigabytes where they load weights: of the two, the smaller is the driver's.
+    return ours[0] + (len(sizes) - 1) * ours[-1] + len(sizes) * max(0, min(beside))

@@ -63,8 +63,7 @@ class LaunchedStep:
     def result(self) -> StepResult:
         """Waits for it. Raises FloatingPointError if its logits were not finite."""
         if self._tokens is not None:
-            token_ids = self._tokens.tolist()
-            self._result.token_ids.update(_by_sequence(self._seq_ids, checked(token_ids) if token_ids else []))
+            self._result.token_ids.update(_by_sequence(self._seq_ids, checked(self._tokens.tolist())))
         return self._result
 
 
@@ -200,12 +199,12 @@ class ModelRunner:
         torch.cuda.empty_cache()
         graphs = 0
         if (make_graph := graph_factory(self.device, self.config.enforce_eager)) is not None:
-            graphs = graph_bytes(runner, make_graph, _free_bytes, limits.max_num_seqs)
+            graphs = graph_bytes(runner, make_graph, _free_and_reserved, limits.max_num_seqs)
         del runner, kv_cache
         gc.collect()
-        free = _free_bytes()
-        loaded = torch.cuda.memory_reserved() - self._reserved_at_start
-        return GPUMemory(torch.cuda.mem_get_info()[1], loaded, free, activations, graphs)
+        free, reserved = _free_and_reserved()
+        total = torch.cuda.mem_get_info()[1]
+        return GPUMemory(total, reserved - self._reserved_at_start, free, activations, graphs)
 
     @property
     def kv_cache(self) -> KVCache:
@@ -294,10 +293,11 @@ class ModelRunner:
         return sample(logits, sampling, self._vocab_shard)
 
 
-def _free_bytes() -> int:
-    """Of the card, for anybody; what the allocator keeps for later, such as what a graph's first run took, is free."""
+def _free_and_reserved() -> tuple[int, int]:
+    """Bytes that the card has free, for anybody, and that torch's allocator has of it, once it has given back what it
+    keeps for later, such as what a graph's first run took."""
     torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info()[0]
+    return torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved()
 
 
 def resolve_device(requested: str, model_config: ModelConfig) -> str:

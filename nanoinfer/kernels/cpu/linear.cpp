@@ -127,8 +127,8 @@ template <typename T> static inline void finish_row(const Block &block, int64_t 
     if constexpr (sizeof(T) == 1) _tile_dpbssd(sums, rows, weights); \
     else _tile_dpbf16ps(sums, rows, weights)
 
-// Up to 32 rows of activations, row_bytes apart (16 at a and, if TWO, up to 16 at a1), by one strip. Everything that waits
-// for memory stands between the tile operations, since bursts would block the loads behind them: fetches of what is wanted
+// Up to 32 rows of activations, row_bytes apart (up to 16 at a and, if TWO, at a1), by one strip. Everything that waits for
+// memory stands between the tile operations, since bursts would block the loads behind them: fetches of what is wanted
 // next, LINES for each tile, and the rows of the block before, which go to the output.
 //
 // After half a microsecond of tile loads and products alone, a tile store takes 0.3 us (seen on a 4th generation Xeon in a
