@@ -80,19 +80,25 @@ def test_nan_in_a_written_slot_reaches_the_output(kv_dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8], ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (3, 1, 256), (16, 8, 128)])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv_heads", "dim"),
+    # So many tokens that stores go around the caches, too.
+    [(11, 4, 2, 64), (11, 3, 1, 256), (11, 16, 8, 128), (301, 16, 8, 128), (701, 3, 1, 256)],
+)
 def test_the_tiled_store_is_its_twins_and_writes_nothing_else(
-    kv_dtype: torch.dtype, heads: int, kv_heads: int, dim: int
+    kv_dtype: torch.dtype, tokens: int, heads: int, kv_heads: int, dim: int
 ) -> None:
     assert KERNELS is not None
-    tokens, block_size = 11, 32
+    block_size, num_blocks = 32, 7 + tokens // 16
     qkv = randn(tokens, heads + 2 * kv_heads, dim, seed=0, dtype=torch.bfloat16)
     qkv[3, heads + kv_heads :] = 0  # a value of zeros
     q_weight, k_weight = (randn(dim, seed=s, dtype=torch.bfloat16) for s in (1, 2))
     angles = torch.rand(tokens, dim // 2) * 6
     cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
-    slots = torch.randperm(7 * block_size)[:tokens]
-    shape = (2, 7, kv_heads, block_size)
+    # Scattered tokens, and runs of a prompt's.
+    runs = torch.arange(num_blocks * block_size).split([1, 1, 2, 3, 5, 7, 13] * num_blocks)
+    slots = torch.cat([runs[i] for i in torch.randperm(len(runs)).tolist()])[:tokens]
+    shape = (2, num_blocks, kv_heads, block_size)
     data = torch.full((*shape, dim), 5, dtype=kv_dtype)
     scales = torch.full(shape, 5.0)
     kv = (*data, *scales) if kv_dtype == torch.int8 else (*data,)
