@@ -88,11 +88,11 @@ def test_packed_linear_is_the_plain_product(rows: int, k: int, n: int, has_bias:
 
 @needs_amx_int8
 @settings(max_examples=30, deadline=None)
-@given(st.integers(150, 360), st.sampled_from([3072, 3050]), st.integers(1, 64), st.booleans(), THREADS)
+@given(st.integers(150, 360), st.sampled_from([6144, 3050]), st.integers(1, 64), st.booleans(), THREADS)
 def test_rows_beyond_what_stays_in_the_cache_are_multiplied_too(
     rows: int, k: int, n: int, gated: bool, threads: int
 ) -> None:
-    """160 at once, of so many inputs; the last 32 may begin among those before."""
+    """96 or 192 at once, of so many inputs; the last 32 may begin among those before."""
     assert KERNELS is not None
     x, weight = (randn(size, k, seed=i, dtype=torch.bfloat16) for i, size in enumerate((rows, n * (1 + gated))))
     packed, packed_int8 = KERNELS.pack(weight, gated=gated), KERNELS.pack_int8(weight, gated)

@@ -17,7 +17,7 @@
 
 #if defined(HAVE_AMX) && defined(__AMX_INT8__)
 // Bytes of activations that stay in a core's L2 cache while strips go by.
-static const int64_t RESIDENT_BYTES = 1 << 20;
+static const int64_t RESIDENT_BYTES = 1200 << 10;
 // Threads share rows rather than strips from so many rows a thread on: with fewer, each would read weights for too little.
 static const int64_t ROWS_PER_THREAD = 128;
 // Activations are copied where so many strips read them: rows a power of two apart share sets of the caches, which costs 4 %.
@@ -143,23 +143,23 @@ static void multiply(const T *a, const T *a1, int64_t row_bytes, const char *str
         _tile_zero(2);
         _tile_zero(3);
     }
-    const int64_t inputs = 64 / sizeof(T);
+    const int64_t inputs = 64 / sizeof(T), odd = (LINES + 2) / 4, even = LINES / 4;
     for (int64_t kt = 0; kt < linear.k_tiles; ++kt, a += inputs, a1 += inputs, strip += 2 * TILE_BYTES, ahead += LINES * 64) {
-        fetch_lines(ahead, LINES / 4);
+        fetch_lines(ahead, odd);
         _tile_loadd(6, strip, 64);
         _tile_loadd(4, a, row_bytes);
         PRODUCT(0, 4, 6);
-        fetch_lines(ahead + LINES / 4 * 64, LINES / 4);
+        fetch_lines(ahead + odd * 64, even);
         _tile_loadd(7, strip + TILE_BYTES, 64);
         PRODUCT(1, 4, 7);
-        fetch_lines(ahead + LINES / 2 * 64, LINES / 4);
+        fetch_lines(ahead + (odd + even) * 64, odd);
         if (TWO) {
             _tile_loadd(5, a1, row_bytes);
             PRODUCT(2, 5, 6);
         }
         if (kt < before.rows) finish_row(before, kt, linear);
         else if (LINES < 32 && kt % 16 == 15) _tile_stored(7, block.sums, 64);
-        fetch_lines(ahead + LINES * 3 / 4 * 64, LINES / 4);
+        fetch_lines(ahead + (2 * odd + even) * 64, even);
         if (TWO) {
             PRODUCT(3, 5, 7);
         }
@@ -173,26 +173,26 @@ static void multiply(const T *a, const T *a1, int64_t row_bytes, const char *str
     }
 }
 
-// One thread's rows [first_row, last_row) by its strips [first, last). FEW: there are no more than 32 rows. Rows that have to
-// be copied are copied by the thread that reads them: a barrier, and lines that another core has just written, would cost more.
-template <bool FEW, typename T>
+// One thread's rows [first_row, last_row) by its strips [first, last), at_once of them together. LINES: 32 if there are no
+// more than 32 rows. Rows that have to be copied are copied by the thread that reads them: a barrier, and lines that another
+// core has just written, would cost more.
+template <int LINES, typename T>
 static void multiply_range(const bf16 *x, int64_t x_stride, int64_t k, const Linear<T> &linear, int64_t first_row,
-                           int64_t last_row, int64_t first, int64_t last) {
+                           int64_t last_row, int64_t at_once, int64_t first, int64_t last) {
+    const bool few = LINES == 32;
     const bool copies = sizeof(T) == 1 || k % 32 || last - first >= STRIPS_PER_COPY;
     const int64_t strip_bytes = linear.k_tiles * 2 * TILE_BYTES, row_bytes = copies ? (linear.k_tiles + 1) * 64 : x_stride * sizeof(bf16);
-    const int64_t most = std::max<int64_t>(32, RESIDENT_BYTES / (linear.k_tiles * 64) / 32 * 32);
-    const int64_t at_once = std::min(most, last_row - first_row);
     const int64_t copy_bytes = copies ? at_once * row_bytes : 0;
     char *memory = scratch<char>(copy_bytes + at_once * (16 * sizeof(bf16) + sizeof(float)));
     T *copy = (T *)memory;
     bf16 *halves = (bf16 *)(memory + copy_bytes);
     float *row_scales = (float *)(halves + at_once * 16);
     const char *weights = (const char *)linear.packed;
-    if (FEW) fetch_lines(weights + first * strip_bytes, AHEAD / 64);
+    if (few) fetch_lines(weights + first * strip_bytes, AHEAD / 64);
     Block blocks[2];
     for (int64_t begin = first_row; begin < last_row; begin += at_once) {
         // Tiles hold 16 rows (or all, of few): the last block begins where it overlaps the one before.
-        const int64_t start = FEW ? begin : std::min(begin, last_row - 32), rows = std::min(at_once, last_row - start);
+        const int64_t start = few ? begin : std::min(begin, last_row - 32), rows = std::min(at_once, last_row - start);
         for (int64_t r = 0; copies && r < rows; ++r) {
             fetch_lines(weights + first * strip_bytes + r * linear.k_tiles * 64, linear.k_tiles);
             copy_row(x + (start + r) * x_stride, k, copy + r * row_bytes / sizeof(T), row_scales + r);
@@ -202,16 +202,16 @@ static void multiply_range(const bf16 *x, int64_t x_stride, int64_t k, const Lin
         blocks[1].rows = 0;
         for (int64_t strip = first; strip < last; ++strip)
             for (int64_t done = 0; done < rows; done += 32, turn ^= 1) {
-                const int64_t left = rows - done, count = FEW ? left : left > 16 ? 32 : 16, r = std::min(done, rows - count);
+                const int64_t left = rows - done, count = few ? left : left > 16 ? 32 : 16, r = std::min(done, rows - count);
                 const T *a = activations + r * row_bytes / (int64_t)sizeof(T), *a1 = a + 16 * row_bytes / (int64_t)sizeof(T);
                 Block &block = blocks[turn];
                 block.row = start + r, block.rows = count, block.strip = strip, block.row_scales = row_scales + r;
                 block.halves = halves + r * 16;
                 const char *at = weights + strip * strip_bytes;
                 // Few rows: this strip, a little later. Many: the next strip, a part of it with every 32 rows.
-                const char *ahead = at + (FEW ? AHEAD : strip_bytes + done / 32 * linear.k_tiles * 256);
-                if (count > 16) multiply<true, FEW ? 32 : 4>(a, a1, row_bytes, at, ahead, linear, blocks[turn ^ 1], block);
-                else multiply<false, FEW ? 32 : 4>(a, a, row_bytes, at, ahead, linear, blocks[turn ^ 1], block);
+                const char *ahead = at + (few ? AHEAD : strip_bytes + done / 32 * linear.k_tiles * LINES * 64);
+                if (count > 16) multiply<true, LINES>(a, a1, row_bytes, at, ahead, linear, blocks[turn ^ 1], block);
+                else multiply<false, LINES>(a, a, row_bytes, at, ahead, linear, blocks[turn ^ 1], block);
             }
         for (int64_t r = 0; r < blocks[turn ^ 1].rows; ++r) finish_row(blocks[turn ^ 1], r, linear);
     }
@@ -222,7 +222,7 @@ static void multiply_range(const bf16 *x, int64_t x_stride, int64_t k, const Lin
 template <typename T> static void multiply_all(const bf16 *x, int64_t m, int64_t k, int64_t x_stride, Linear<T> linear) {
     if (m == 0) return;
     linear.streams = ((uintptr_t)linear.out | linear.out_stride * sizeof(bf16)) % 64 == 0;
-    const int64_t at_once = linear.gated ? 2 : 1, portions = (linear.strips + at_once - 1) / at_once;
+    const int64_t unit = linear.gated ? 2 : 1, units = (linear.strips + unit - 1) / unit;
 #pragma omp parallel
     {
         const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
@@ -231,11 +231,14 @@ template <typename T> static void multiply_all(const bf16 *x, int64_t m, int64_t
         const int64_t strip_parts = threads / row_parts, row_part = thread / strip_parts, strip_part = thread % strip_parts;
         const int64_t row_tiles = (m + 31) / 32;
         const int64_t first_row = row_tiles * row_part / row_parts * 32, last_row = row_tiles * (row_part + 1) / row_parts * 32;
-        const int64_t first = portions * strip_part / strip_parts * at_once;
-        const int64_t last = std::min(linear.strips, portions * (strip_part + 1) / strip_parts * at_once);
+        const int64_t first = units * strip_part / strip_parts * unit;
+        const int64_t last = std::min(linear.strips, units * (strip_part + 1) / strip_parts * unit);
         configure_tiles(std::min<int64_t>(m, 16), std::max<int64_t>(0, std::min<int64_t>(m - 16, 16)));
-        (m <= 32 ? multiply_range<true, T> : multiply_range<false, T>)(x, x_stride, k, linear, first_row, std::min(m, last_row),
-                                                                       first, last);
+        const int64_t rows = std::min(m, last_row) - first_row, most = std::max<int64_t>(32, RESIDENT_BYTES / (linear.k_tiles * 64) / 32 * 32);
+        const int64_t groups = (rows + most - 1) / most, at_once = std::min(rows, ((rows + groups - 1) / groups + 31) / 32 * 32);
+        // While a strip is multiplied, the next one is to come, once.
+        (m <= 32 ? multiply_range<32, T> : at_once < 512 ? multiply_range<4, T> : multiply_range<2, T>)(
+            x, x_stride, k, linear, first_row, first_row + rows, at_once, first, last);
         _tile_release();
     }
 }
