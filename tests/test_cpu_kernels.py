@@ -18,7 +18,7 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nanoinfer import LLM, SamplingParams
@@ -88,6 +88,8 @@ def test_packed_linear_is_the_plain_product(rows: int, k: int, n: int, has_bias:
 
 @needs_amx_int8
 @settings(max_examples=30, deadline=None)
+@example(200, 6144, 40, True, 1)
+@example(200, 6144, 40, False, 2)
 @given(st.integers(150, 360), st.sampled_from([6144, 3050]), st.integers(1, 64), st.booleans(), THREADS)
 def test_rows_beyond_what_stays_in_the_cache_are_multiplied_too(
     rows: int, k: int, n: int, gated: bool, threads: int
