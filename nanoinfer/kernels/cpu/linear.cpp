@@ -25,6 +25,10 @@ static const int64_t STRIPS_PER_COPY = 100;
 // Bytes by which the weights of few rows are fetched ahead.
 static const int64_t AHEAD = 2048;
 static const int64_t TILE_BYTES = 1024;
+// Up to so many rows, a strip is read from memory while the first of them are multiplied; of more, each fetch a part of the next.
+static const int64_t FEW_ROWS = 128;
+// Rows that go by a strip together: 48 if that is all, -20 % at 33 to 48 rows; of more, 32, whose sums leave room for all factors.
+static const int64_t SHORT_BLOCK = 32, TALL_BLOCK = 48;
 
 template <typename T> struct Linear {
     const T *packed;
@@ -37,10 +41,11 @@ template <typename T> struct Linear {
     bool streams;  // whether outputs go around the caches: only whole lines can
 };
 
-// Sums of up to 32 rows by one strip, [2][2 halves][16 rows][16], float32 or int32, and where they go.
+// Sums of up to 48 rows by one strip, [tiles][2 halves][16 rows][16], float32 or int32, and where they go. The last tile's
+// rows end where the block does, so that some may be in the one before, too.
 struct Block {
-    alignas(64) float sums[1024];
-    int64_t row, rows, strip;
+    alignas(64) float sums[1536];
+    int64_t row, rows = 0, tiles, last_tile, overlap, strip;  // the last tile's first row, and how many it shares
     const float *row_scales;  // int8 only
     bf16 *halves;             // gated and streamed: [rows][16], where an even strip's outputs wait for the odd one's
 };
@@ -92,7 +97,8 @@ static inline __m512 load_bias(const bf16 *bias, int64_t column, int64_t n) {
 
 // 16 of a row's outputs: half 0 or 1 of the strip.
 template <typename T> static inline __m512 outputs(const Block &block, int64_t r, int half, const Linear<T> &linear) {
-    const __m512 sums = _mm512_load_ps(block.sums + r / 16 * 512 + half * 256 + r % 16 * 16);
+    const int64_t at = r + (r >= block.last_tile ? block.overlap : 0);
+    const __m512 sums = _mm512_load_ps(block.sums + at / 16 * 512 + half * 256 + at % 16 * 16);
     const __m512 bias = load_bias(linear.bias, block.strip * 32 + half * 16, linear.n);  // a gated layer has none
     if constexpr (sizeof(T) == 2) return _mm512_add_ps(sums, bias);
     const __m512 product = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_castps_si512(sums)), _mm512_set1_ps(block.row_scales[r]));
@@ -127,59 +133,94 @@ template <typename T> static inline void finish_row(const Block &block, int64_t 
     if constexpr (sizeof(T) == 1) _tile_dpbssd(sums, rows, weights); \
     else _tile_dpbf16ps(sums, rows, weights)
 
-// Up to 32 rows of activations, row_bytes apart (up to 16 at a and, if TWO, at a1), by one strip. Everything that waits for
-// memory stands between the tile operations, since bursts would block the loads behind them: fetches of what is wanted
-// next, LINES for each tile, and the rows of the block before, which go to the output.
+// Rows of activations, row_bytes apart, by one strip: a tile of 16 (or all, of fewer) from each of a, a1 and a2. Everything
+// that waits for memory stands between the tile operations, since bursts would block the loads behind them: fetches of what
+// is wanted next, LINES for each tile of the strip, and the rows of the block before, which go to the output.
 //
 // After half a microsecond of tile loads and products alone, a tile store takes 0.3 us (seen on a 4th generation Xeon in a
 // virtual machine; the cause is not known), and none if there was another store of 512 bits or a tile meanwhile: hence the
 // one within, which means nothing.
-template <bool TWO, int LINES, typename T>
-static void multiply(const T *a, const T *a1, int64_t row_bytes, const char *strip, const char *ahead, const Linear<T> &linear,
-                     const Block &before, Block &block) {
+template <int TILES, int LINES, typename T>
+static void multiply(const T *a, const T *a1, const T *a2, int64_t row_bytes, const char *strip, const char *ahead,
+                     const Linear<T> &linear, const Block &before, Block &block) {
     _tile_zero(0);
     _tile_zero(1);
-    if (TWO) {
+    if (TILES > 1) {
         _tile_zero(2);
         _tile_zero(3);
     }
-    const int64_t inputs = 64 / sizeof(T), odd = (LINES + 2) / 4, even = LINES / 4;
-    for (int64_t kt = 0; kt < linear.k_tiles; ++kt, a += inputs, a1 += inputs, strip += 2 * TILE_BYTES, ahead += LINES * 64) {
+    if (TILES > 2) {
+        _tile_zero(4);
+        _tile_zero(5);
+    }
+    const int64_t step = 64 / sizeof(T), odd = (LINES + 2) / 4, even = LINES / 4;
+    for (int64_t kt = 0; kt < linear.k_tiles; ++kt, a += step, a1 += step, a2 += step, strip += 2 * TILE_BYTES, ahead += LINES * 64) {
         fetch_lines(ahead, odd);
         _tile_loadd(6, strip, 64);
-        _tile_loadd(4, a, row_bytes);
-        PRODUCT(0, 4, 6);
-        fetch_lines(ahead + odd * 64, even);
-        _tile_loadd(7, strip + TILE_BYTES, 64);
-        PRODUCT(1, 4, 7);
-        fetch_lines(ahead + (odd + even) * 64, odd);
-        if (TWO) {
-            _tile_loadd(5, a1, row_bytes);
-            PRODUCT(2, 5, 6);
+        if constexpr (TILES == 3) {
+            // Six sums leave two tiles: rows are loaded again, from the L1 cache, for the strip's second half.
+            _tile_loadd(7, a, row_bytes);
+            PRODUCT(0, 7, 6);
+            fetch_lines(ahead + odd * 64, even);
+            _tile_loadd(7, a1, row_bytes);
+            PRODUCT(2, 7, 6);
+            _tile_loadd(7, a2, row_bytes);
+            PRODUCT(4, 7, 6);
+            fetch_lines(ahead + (odd + even) * 64, odd);
+            _tile_loadd(6, strip + TILE_BYTES, 64);
+            PRODUCT(5, 7, 6);
+        } else {
+            _tile_loadd(4, a, row_bytes);
+            PRODUCT(0, 4, 6);
+            fetch_lines(ahead + odd * 64, even);
+            _tile_loadd(7, strip + TILE_BYTES, 64);
+            PRODUCT(1, 4, 7);
+            fetch_lines(ahead + (odd + even) * 64, odd);
+            if constexpr (TILES == 2) {
+                _tile_loadd(5, a1, row_bytes);
+                PRODUCT(2, 5, 6);
+            }
         }
         if (kt < before.rows) finish_row(before, kt, linear);
         else if (LINES < 32 && kt % 16 == 15) _tile_stored(7, block.sums, 64);
         fetch_lines(ahead + (2 * odd + even) * 64, even);
-        if (TWO) {
+        if constexpr (TILES == 3) {
+            _tile_loadd(7, a1, row_bytes);
+            PRODUCT(3, 7, 6);
+            _tile_loadd(7, a, row_bytes);
+            PRODUCT(1, 7, 6);
+        } else if constexpr (TILES == 2) {
             PRODUCT(3, 5, 7);
         }
     }
     for (int64_t r = linear.k_tiles; r < before.rows; ++r) finish_row(before, r, linear);
     _tile_stored(0, block.sums, 64);
     _tile_stored(1, block.sums + 256, 64);
-    if (TWO) {
+    if (TILES > 1) {
         _tile_stored(2, block.sums + 512, 64);
         _tile_stored(3, block.sums + 768, 64);
     }
+    if (TILES > 2) {
+        _tile_stored(4, block.sums + 1024, 64);
+        _tile_stored(5, block.sums + 1280, 64);
+    }
 }
 
-// One thread's rows [first_row, last_row) by its strips [first, last), at_once of them together. LINES: 32 if there are no
-// more than 32 rows. Rows that have to be copied are copied by the thread that reads them: a barrier, and lines that another
-// core has just written, would cost more.
 template <int LINES, typename T>
+static void multiply_block(const T *rows, int64_t row_bytes, const char *strip, const char *ahead, const Linear<T> &linear,
+                           const Block &before, Block &block) {
+    const auto from = [&](int64_t row) { return rows + row * row_bytes / (int64_t)sizeof(T); };
+    const T *last = from(std::max<int64_t>(0, block.rows - 16));
+    if (block.tiles == 1) multiply<1, LINES>(rows, rows, rows, row_bytes, strip, ahead, linear, before, block);
+    else if (block.tiles == 2) multiply<2, LINES>(rows, last, last, row_bytes, strip, ahead, linear, before, block);
+    else multiply<3, 32>(rows, from(16), last, row_bytes, strip, ahead, linear, before, block);
+}
+
+// One thread's rows [first_row, last_row) by its strips [first, last), at_once of them together. Rows that have to be copied
+// are copied by the thread that reads them: a barrier, and lines that another core has just written, would cost more.
+template <typename T>
 static void multiply_range(const bf16 *x, int64_t x_stride, int64_t k, const Linear<T> &linear, int64_t first_row,
-                           int64_t last_row, int64_t at_once, int64_t first, int64_t last) {
-    const bool few = LINES == 32;
+                           int64_t last_row, int64_t at_once, bool few, int64_t first, int64_t last) {
     const bool copies = sizeof(T) == 1 || k % 32 || last - first >= STRIPS_PER_COPY;
     const int64_t strip_bytes = linear.k_tiles * 2 * TILE_BYTES, row_bytes = copies ? (linear.k_tiles + 1) * 64 : x_stride * sizeof(bf16);
     const int64_t copy_bytes = copies ? at_once * row_bytes : 0;
@@ -188,11 +229,13 @@ static void multiply_range(const bf16 *x, int64_t x_stride, int64_t k, const Lin
     bf16 *halves = (bf16 *)(memory + copy_bytes);
     float *row_scales = (float *)(halves + at_once * 16);
     const char *weights = (const char *)linear.packed;
+    const int64_t block_rows = at_once <= TALL_BLOCK ? TALL_BLOCK : SHORT_BLOCK;
+    // Lines of the next strip that are fetched for each tile: so that it comes while this one is multiplied, but once.
+    const int64_t lines = at_once < 512 ? 4 : 2;
     if (few) fetch_lines(weights + first * strip_bytes, AHEAD / 64);
     Block blocks[2];
     for (int64_t begin = first_row; begin < last_row; begin += at_once) {
-        // Tiles hold 16 rows (or all, of few): the last block begins where it overlaps the one before.
-        const int64_t start = few ? begin : std::min(begin, last_row - 32), rows = std::min(at_once, last_row - start);
+        const int64_t start = std::max(first_row, std::min(begin, last_row - 16)), rows = std::min(at_once, last_row - start);
         for (int64_t r = 0; copies && r < rows; ++r) {
             fetch_lines(weights + first * strip_bytes + r * linear.k_tiles * 64, linear.k_tiles);
             copy_row(x + (start + r) * x_stride, k, copy + r * row_bytes / sizeof(T), row_scales + r);
@@ -201,17 +244,18 @@ static void multiply_range(const bf16 *x, int64_t x_stride, int64_t k, const Lin
         int turn = 0;
         blocks[1].rows = 0;
         for (int64_t strip = first; strip < last; ++strip)
-            for (int64_t done = 0; done < rows; done += 32, turn ^= 1) {
-                const int64_t left = rows - done, count = few ? left : left > 16 ? 32 : 16, r = std::min(done, rows - count);
-                const T *a = activations + r * row_bytes / (int64_t)sizeof(T), *a1 = a + 16 * row_bytes / (int64_t)sizeof(T);
+            for (int64_t done = 0, part = few ? -1 : 0; done < rows; done += block_rows, ++part, turn ^= 1) {
+                const int64_t end = std::min(rows, done + block_rows), r = std::max<int64_t>(0, std::min(done, end - 16));
                 Block &block = blocks[turn];
-                block.row = start + r, block.rows = count, block.strip = strip, block.row_scales = row_scales + r;
-                block.halves = halves + r * 16;
-                const char *at = weights + strip * strip_bytes;
-                // Few rows: this strip, a little later. Many: the next strip, a part of it with every 32 rows.
-                const char *ahead = at + (few ? AHEAD : strip_bytes + done / 32 * linear.k_tiles * LINES * 64);
-                if (count > 16) multiply<true, LINES>(a, a1, row_bytes, at, ahead, linear, blocks[turn ^ 1], block);
-                else multiply<false, LINES>(a, a, row_bytes, at, ahead, linear, blocks[turn ^ 1], block);
+                const Block &before = blocks[turn ^ 1];
+                block.row = start + r, block.rows = end - r, block.tiles = (end - r + 15) / 16, block.strip = strip;
+                block.last_tile = 16 * (block.tiles - 1), block.overlap = 16 * block.tiles - std::max<int64_t>(16, end - r);
+                block.row_scales = row_scales + r, block.halves = halves + r * 16;
+                const char *at = weights + strip * strip_bytes, *next = at + strip_bytes + part * linear.k_tiles * lines * 64;
+                const T *block_at = activations + r * row_bytes / (int64_t)sizeof(T);
+                if (part < 0) multiply_block<32>(block_at, row_bytes, at, at + AHEAD, linear, before, block);
+                else if (lines == 4) multiply_block<4>(block_at, row_bytes, at, next, linear, before, block);
+                else multiply_block<2>(block_at, row_bytes, at, next, linear, before, block);
             }
         for (int64_t r = 0; r < blocks[turn ^ 1].rows; ++r) finish_row(blocks[turn ^ 1], r, linear);
     }
@@ -233,12 +277,10 @@ template <typename T> static void multiply_all(const bf16 *x, int64_t m, int64_t
         const int64_t first_row = row_tiles * row_part / row_parts * 32, last_row = row_tiles * (row_part + 1) / row_parts * 32;
         const int64_t first = units * strip_part / strip_parts * unit;
         const int64_t last = std::min(linear.strips, units * (strip_part + 1) / strip_parts * unit);
-        configure_tiles(std::min<int64_t>(m, 16), std::max<int64_t>(0, std::min<int64_t>(m - 16, 16)));
+        configure_tiles(std::min<int64_t>(m, 16), std::min<int64_t>(m, 16));
         const int64_t rows = std::min(m, last_row) - first_row, most = std::max<int64_t>(32, RESIDENT_BYTES / (linear.k_tiles * 64) / 32 * 32);
         const int64_t groups = (rows + most - 1) / most, at_once = std::min(rows, ((rows + groups - 1) / groups + 31) / 32 * 32);
-        // While a strip is multiplied, the next one is to come, once.
-        (m <= 32 ? multiply_range<32, T> : at_once < 512 ? multiply_range<4, T> : multiply_range<2, T>)(
-            x, x_stride, k, linear, first_row, first_row + rows, at_once, first, last);
+        multiply_range(x, x_stride, k, linear, first_row, first_row + rows, at_once, m <= FEW_ROWS, first, last);
         _tile_release();
     }
 }
