@@ -42,7 +42,7 @@ from nanoinfer.worker.kv_cache import GIB
 from nanoinfer.worker.model_runner import cpu_has_bf16, resolve_device
 
 BATCH1_INPUT, BATCH1_OUTPUT = 128, 64
-PREFILL_INPUT, PREFILL_PROMPTS = 512, 8
+PREFILL_INPUT, PREFILL_PROMPTS, PREFILL_PASSES = 512, 8, 3
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ class Timed:
 
 @dataclass(frozen=True)
 class Run:
-    """The workload, one request alone, and prompts of 512 tokens of which only the first output token is wanted.
+    """The workload, one request alone, and, in the best pass, prompts of 512 tokens of which only the first output
+    token is wanted.
 
     rss_beyond: peak bytes of the process in all three, without weights and resident KV; None where it cannot be told.
     """
@@ -101,7 +102,12 @@ def run_workload(llm: LLM, workload: Workload, seed: int) -> Run:
     generate(llm, [warm_up], [8], 0.6)
     timed = generate(llm, workload.prompts, workload.output_lens, 0.6)
     batch1 = generate(llm, [single], [BATCH1_OUTPUT], 0.0)
-    prefill = generate(llm, [draw(PREFILL_INPUT) for _ in range(PREFILL_PROMPTS)], [1] * PREFILL_PROMPTS, 0.0)
+    passes = [
+        generate(llm, [draw(PREFILL_INPUT) for _ in range(PREFILL_PROMPTS)], [1] * PREFILL_PROMPTS, 0.0)
+        for _ in range(PREFILL_PASSES)
+    ]
+    # It is held against the machine's best of several, too.
+    prefill = min(passes, key=lambda timed: timed.seconds)
     return Run(timed, batch1, prefill, rss_beyond(llm.engine.executor))
 
 
@@ -159,8 +165,9 @@ def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, EngineCo
     parser = argparse.ArgumentParser(
         description="Offline throughput, next to the floor that this machine sets for the very steps that ran. "
         "batch1_tok_s is 64 / seconds of one greedy request, 128 tokens in and 64 out, prefill included; "
-        "batch1_fraction_of_floor is of the same request. prefill_512_fraction is the rate of 8 prompts of 512 tokens "
-        "as a share of gemm_tflop_s. rss_beyond_gib is the process's peak in these runs without weights and KV cache.",
+        "batch1_fraction_of_floor is of the same request. prefill_512_fraction is the rate of 8 prompts of 512 tokens, "
+        "in the best of three passes, as a share of gemm_tflop_s, which is the best of several, too. rss_beyond_gib is "
+        "the process's peak in these runs without weights and KV cache.",
         allow_abbrev=False,
     )
     parser.add_argument("--workload", choices=PRESETS, help="default: w1 on a CPU, nano-vllm on a GPU")
