@@ -405,8 +405,7 @@ def test_a_length_beyond_the_pool_is_lowered_and_said(caplog: pytest.LogCaptureF
         make_llm(checkpoint("tied").directory, num_kvcache_blocks=1, kvcache_block_size=1)
 
 
-def test_a_device_that_is_not_there_is_refused() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU here")
+def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="cuda"):
         make_llm(checkpoint("tied").directory, device="cuda")

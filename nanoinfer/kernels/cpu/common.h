@@ -84,11 +84,11 @@ struct TileConfig {
     uint8_t rows[16] = {0};
 };
 
-// Tiles 0 to 3 hold sums, 4 and 5 left factors, 6 and 7 right ones; 0, 1 and 4 have `top` rows, 2, 3 and 5 `rest`.
-static void configure_tiles(int64_t top, int64_t rest) {
+// Right factors, in tiles 6 and 7, are whole; sums and left factors, in the others, have `rows` rows. 16: all tiles alike.
+static void configure_tiles(int64_t rows) {
     TileConfig config;
     for (int i = 0; i < 8; ++i) {
-        config.rows[i] = i >= 6 ? 16 : i == 2 || i == 3 || i == 5 ? (rest ? rest : 16) : top;
+        config.rows[i] = i < 6 ? rows : 16;
         config.bytes_per_row[i] = 64;
     }
     asm volatile("" : : "r"(&config) : "memory");  // gcc does not see that all of it is read

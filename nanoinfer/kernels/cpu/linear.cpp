@@ -277,7 +277,7 @@ template <typename T> static void multiply_all(const bf16 *x, int64_t m, int64_t
         const int64_t first_row = row_tiles * row_part / row_parts * 32, last_row = row_tiles * (row_part + 1) / row_parts * 32;
         const int64_t first = units * strip_part / strip_parts * unit;
         const int64_t last = std::min(linear.strips, units * (strip_part + 1) / strip_parts * unit);
-        configure_tiles(std::min<int64_t>(m, 16), std::min<int64_t>(m, 16));
+        configure_tiles(std::min<int64_t>(m, 16));
         const int64_t rows = std::min(m, last_row) - first_row, most = std::max<int64_t>(32, RESIDENT_BYTES / (linear.k_tiles * 64) / 32 * 32);
         const int64_t groups = (rows + most - 1) / most, at_once = std::min(rows, ((rows + groups - 1) / groups + 31) / 32 * 32);
         multiply_range(x, x_stride, k, linear, first_row, first_row + rows, at_once, m <= FEW_ROWS, first, last);

@@ -366,7 +366,7 @@ static void paged_prefill(const bf16 *q, const T *k_cache, const T *v_cache, con
     const int64_t group = shape.num_heads / shape.num_kv_heads, head_dim = shape.head_dim;
 #pragma omp parallel
     {
-        configure_tiles(16, 16);
+        configure_tiles(16);
         const FlushDenormals flush;
         static thread_local QueryTile tiles[2];
 #pragma omp for schedule(dynamic, 1)
